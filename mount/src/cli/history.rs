@@ -1,0 +1,124 @@
+//! `leasefs history`: every attempt of a key, read from the registry.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use leasefs::Key;
+use leasefs::registry::AttemptRow;
+use leasefs::registry::sqlite::Reader;
+use leasefs::time::rfc3339;
+use serde_json::{Value, json};
+
+use super::show::{self, NOTHING};
+use super::tree::{self, Tree, TreeArgs};
+use super::{EXIT_NO, complain};
+
+/// Which key, and how to show it.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Outcomes: released, completed (its result was committed), expired, evicted, lost (its connection was lost and the holder
+is proven dead). An attempt without one has not ended. Reads the registry, so it is for who may read the state directory.
+
+Exit codes: 0 shown; 1 there never was such a key; 2 bad usage or failure.")]
+pub struct Args {
+    /// Key to show
+    #[arg(value_name = "KEY")]
+    pub key: String,
+    /// One JSON object per attempt
+    #[arg(long)]
+    pub json: bool,
+    /// State directory, for a tree that is not mounted
+    #[arg(long, value_name = "DIR")]
+    pub state: Option<PathBuf>,
+    /// The tree.
+    #[command(flatten)]
+    pub tree: TreeArgs,
+}
+
+/// Carries the command out.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let (dir, key) = match &args.state {
+        Some(dir) => {
+            let key = Key::parse(&args.key).with_context(|| format!("{}: not a key", show::plain(&args.key)))?;
+            (dir.clone(), key)
+        }
+        None => {
+            let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
+            (tree.config()?.state_dir, tree.key(&args.key)?)
+        }
+    };
+    let reader = tree::open_registry(&dir)?;
+    let attempts = history(&reader, &key)?;
+    if attempts.is_empty() {
+        complain(format_args!("{key}: was never held: check the name, or see `leasefs ls --all`"));
+        return Ok(ExitCode::from(EXIT_NO));
+    }
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    if args.json {
+        for attempt in &attempts {
+            writeln!(out, "{}", object(&key, attempt))?;
+        }
+    } else {
+        let heads = ["EPOCH", "OUTCOME", "WHY", "HOLDER", "UID", "SINCE", "ENDED", "RESULT", "NOTE"];
+        let rows: Vec<_> = attempts.iter().map(row).collect();
+        show::table(&mut out, heads, &rows)?;
+        if let Some(first) = attempts.first().filter(|first| first.epoch > 1) {
+            writeln!(out, "(epochs 1 to {} are no longer kept)", first.epoch - 1)?;
+        }
+    }
+    out.flush()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The attempts the registry keeps, by epoch.
+fn history(reader: &Reader, key: &Key) -> Result<Vec<AttemptRow>> {
+    let mut attempts = reader.history(key).with_context(|| key.to_string())?;
+    attempts.sort_by_key(|attempt| attempt.epoch);
+    Ok(attempts)
+}
+
+fn row(attempt: &AttemptRow) -> [String; 9] {
+    [
+        attempt.epoch.to_string(),
+        attempt.outcome.clone().unwrap_or_else(|| NOTHING.to_owned()),
+        show::cell(attempt.reason.as_deref().unwrap_or_default()),
+        format!("{} {}", attempt.pid, show::cell(&attempt.command)),
+        attempt.uid.to_string(),
+        rfc3339(attempt.since_ms),
+        attempt.ended_ms.map_or_else(|| NOTHING.to_owned(), rfc3339),
+        attempt.result.map_or_else(|| NOTHING.to_owned(), |(size, _)| format!("{size} B")),
+        show::cell(&attempt.note),
+    ]
+}
+
+/// Names as in `status/KEY`, where the same thing is meant.
+fn object(key: &Key, attempt: &AttemptRow) -> Value {
+    json!({
+        "key": key.as_str(),
+        "epoch": attempt.epoch,
+        "outcome": attempt.outcome,
+        "reason": attempt.reason,
+        "holder": {
+            "pid": attempt.pid,
+            "start_time": attempt.start_time,
+            "uid": attempt.uid,
+            "gid": attempt.gid,
+            "command": attempt.command,
+        },
+        "via": attempt.via,
+        "since": rfc3339(attempt.since_ms),
+        "renewed": rfc3339(attempt.renewed_ms),
+        "expires": rfc3339(attempt.expires_ms),
+        "ended": attempt.ended_ms.map(rfc3339),
+        "ttl_ms": attempt.ttl_ms,
+        "note": attempt.note,
+        "registered": attempt.registered,
+        "result": attempt.result.map(|(size, committed_ms)| json!({
+            "epoch": attempt.epoch,
+            "size": size,
+            "committed": rfc3339(committed_ms),
+        })),
+    })
+}

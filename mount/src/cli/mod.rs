@@ -1,0 +1,142 @@
+//! The command line: which commands there are, and how each ends.
+//!
+//! A command's arguments, help and `run` are in the file of its name. `run` returns the exit code; an error it returns
+//! becomes one line on stderr, `leasefs: what is wrong with what: what to do`, and the command's code for failure.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand};
+
+pub mod evict;
+pub mod history;
+pub mod ls;
+pub mod mount;
+pub mod probe;
+pub mod run;
+pub mod show;
+pub mod status;
+pub mod tree;
+pub mod unmount;
+pub mod verify;
+pub mod wait;
+
+/// The command could be carried out, and its answer is no: not free in time, never held, refused, an invariant broken.
+pub const EXIT_NO: u8 = 1;
+/// The command could not be carried out: bad usage, no mount, a fault.
+pub const EXIT_FAILURE: u8 = 2;
+
+/// A tree in which a key is a file, and holding the file open exclusively is holding the lease.
+#[derive(Parser)]
+#[command(name = "leasefs", version, arg_required_else_help = true)]
+#[command(after_help = "\
+Commands other than mount and unmount find the tree by --root or LEASEFS_ROOT, else by the working directory, else as
+the only leasefs mount there is. A KEY is a path below claims/ (`team/job`), or its absolute path.")]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Subcommand)]
+pub enum Command {
+    /// Mount a lease tree
+    Mount(mount::Args),
+    /// Unmount a lease tree and wait until its server has ended
+    Unmount(unmount::Args),
+    /// Run a command while holding one or more keys
+    Run(run::Args),
+    /// List keys: who holds them, for how long, and how many wait
+    Ls(ls::Args),
+    /// Show everything about one key
+    Status(status::Args),
+    /// Show every attempt of a key: epoch, holder, outcome and why, result
+    History(history::Args),
+    /// Wait until a key is not held, or until its result is there
+    Wait(wait::Args),
+    /// Take a lease away from an attempt
+    Evict(evict::Args),
+    /// Check the registry against the invariants, read-only
+    Verify(verify::Args),
+    /// Look at a directory, to see whether a mount answers
+    #[command(hide = true)]
+    Probe(probe::Args),
+}
+
+/// Reads the command line and carries it out.
+pub fn main() -> ExitCode {
+    let (outcome, failure) = match Cli::parse().command {
+        Command::Mount(args) => (mount::run(args), EXIT_NO),
+        Command::Unmount(args) => (unmount::run(args), EXIT_NO),
+        Command::Run(args) => (run::run(args), run::EXIT_FAILURE),
+        Command::Ls(args) => (ls::run(args), EXIT_FAILURE),
+        Command::Status(args) => (status::run(args), EXIT_FAILURE),
+        Command::History(args) => (history::run(args), EXIT_FAILURE),
+        Command::Wait(args) => (wait::run(args), EXIT_FAILURE),
+        Command::Evict(args) => (evict::run(args), EXIT_FAILURE),
+        Command::Verify(args) => (verify::run(args), EXIT_FAILURE),
+        Command::Probe(args) => (probe::run(args), EXIT_NO),
+    };
+    match outcome {
+        Ok(code) => code,
+        // `leasefs ls | head`: the reader has seen enough.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            complain(format_args!("{error:#}"));
+            ExitCode::from(failure)
+        }
+    }
+}
+
+/// Says on stderr what is wrong. Unlike `eprintln!` it survives a closed stderr.
+pub fn complain(message: impl std::fmt::Display) {
+    let _ = writeln!(io::stderr(), "leasefs: {message}");
+}
+
+/// Reads SECS: seconds, a fraction allowed, as `flock -w` has them.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    text.parse::<f64>()
+        .ok()
+        .filter(|secs| (0.0..=366.0 * 86_400.0).contains(secs))
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| "give seconds from 0 to a year, as in 5 or 0.5".to_owned())
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn seconds_may_have_a_fraction_and_nothing_else() {
+        assert_eq!(seconds("0"), Ok(Duration::ZERO));
+        assert_eq!(seconds("1.5"), Ok(Duration::from_millis(1500)));
+        for text in ["", "-1", "5s", "nan", "inf", "1e9"] {
+            assert!(seconds(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn everything_after_the_dashes_belongs_to_the_command() {
+        let cli =
+            Cli::try_parse_from(["leasefs", "run", "-w", "2", "a", "b", "--", "sh", "-c", "exit 3"]).expect("parses");
+        let Command::Run(args) = cli.command else { panic!("not run") };
+        assert_eq!(args.keys, ["a", "b"]);
+        assert_eq!(args.command, ["sh", "-c", "exit 3"]);
+        assert!(Cli::try_parse_from(["leasefs", "run", "a"]).is_err());
+        assert!(Cli::try_parse_from(["leasefs", "run", "--", "true"]).is_err());
+        assert!(Cli::try_parse_from(["leasefs", "run", "-n", "-w", "1", "a", "--", "true"]).is_err());
+    }
+}

@@ -1,0 +1,199 @@
+//! `leasefs mount`: starts a server, in the background unless told otherwise, and returns when the tree answers.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use leasefs::Ttl;
+use leasefs::engine::Durability;
+
+use crate::kernel_mount::Options;
+use crate::server::{self, Plan};
+
+/// Names the descriptor on which a background server says that it is ready or why it is not.
+const READY_FD: &str = "LEASEFS_READY_FD";
+
+/// Arguments of `leasefs mount`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The directory to mount on; it must be empty
+    mountpoint: PathBuf,
+    /// Where epochs, leases and results are kept [default: $XDG_STATE_HOME/leasefs or ~/.local/state/leasefs]
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+    /// Stay in the foreground and log to stderr
+    #[arg(long, short)]
+    foreground: bool,
+    /// Let every uid use the tree; without it, only the uid that mounts
+    #[arg(long)]
+    allow_other: bool,
+    /// How long a lease lasts without renewal: 90s, 15m, 24h, 1h30m
+    #[arg(long, value_name = "TTL", default_value = "24h")]
+    ttl: Ttl,
+    /// What a grant survives: `full` the machine's power cut, `process` the server's end
+    #[arg(long, value_enum, default_value = "full")]
+    durability: DurabilityArg,
+    /// The largest result, in bytes, or with a unit as in 64MiB
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = bytes)]
+    max_result: u64,
+    /// The most keys one uid may hold
+    #[arg(long, value_name = "N", default_value_t = 100_000)]
+    max_keys: usize,
+    /// The most lock requests of one uid that may wait
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    max_waiters: usize,
+    /// Mount options: ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES, context=LABEL, allow_other
+    #[arg(short = 'o', value_name = "OPT[,OPT…]", value_delimiter = ',')]
+    options: Vec<String>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DurabilityArg {
+    Full,
+    Process,
+}
+
+/// Reads a size in bytes, with or without KiB, MiB or GiB.
+fn bytes(text: &str) -> Result<u64, String> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(digits);
+    let scale = match unit {
+        "" | "B" => 1,
+        "K" | "KiB" => 1 << 10,
+        "M" | "MiB" => 1 << 20,
+        "G" | "GiB" => 1 << 30,
+        _ => 0,
+    };
+    let size = number.parse::<u64>().ok().and_then(|number| number.checked_mul(scale));
+    size.filter(|size| *size > 0).ok_or_else(|| "give a size such as 1048576, 512KiB, 64MiB or 1GiB".to_owned())
+}
+
+impl Args {
+    fn plan(self) -> Result<Plan> {
+        let state_dir = match self.state {
+            Some(dir) => dir,
+            None => server::default_state_dir()?,
+        };
+        let mut extra = self.options;
+        let asked = extra.iter().any(|option| option == "allow_other");
+        extra.retain(|option| option != "allow_other" && !option.is_empty());
+        Ok(Plan {
+            mountpoint: self.mountpoint,
+            state_dir,
+            options: Options { allow_other: self.allow_other || asked, extra },
+            ttl: self.ttl,
+            durability: match self.durability {
+                DurabilityArg::Full => Durability::Full,
+                DurabilityArg::Process => Durability::Process,
+            },
+            max_result: self.max_result,
+            max_keys: self.max_keys,
+            max_waiters: self.max_waiters,
+        })
+    }
+}
+
+/// Mounts.
+///
+/// # Errors
+/// What is wrong and what to do; then nothing is mounted.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let foreground = args.foreground;
+    let ready = ready_fd();
+    let plan = args.plan()?;
+    match (foreground, ready) {
+        (_, Some(ready)) => serve_in_background(&plan, ready),
+        (true, None) => {
+            log_to_stderr();
+            server::serve(&plan, false, || ())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        (false, None) => start(&plan.state_dir),
+    }
+}
+
+fn log_to_stderr() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("LEASEFS_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).try_init();
+}
+
+/// The descriptor a parent waits on, if this process was started by [`start`].
+fn ready_fd() -> Option<OwnedFd> {
+    let number: i32 = std::env::var(READY_FD).ok()?.parse().ok()?;
+    // SAFETY: the parent made this descriptor for us alone and named it in our environment; nothing else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(number) };
+    // SAFETY: no other thread of this process exists yet, so nobody reads the environment meanwhile.
+    unsafe { std::env::remove_var(READY_FD) };
+    nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC)).ok()?;
+    Some(fd)
+}
+
+/// The background server: its first message goes to whoever started it, the rest to its log.
+fn serve_in_background(plan: &Plan, ready: OwnedFd) -> Result<ExitCode> {
+    log_to_stderr();
+    let mut ready = Some(std::fs::File::from(ready));
+    let outcome = server::serve(plan, true, || {
+        if let Some(mut pipe) = ready.take() {
+            let _ = pipe.write_all(b"ready");
+        }
+    });
+    match (outcome, ready) {
+        (Ok(()), _) => Ok(ExitCode::SUCCESS),
+        (Err(error), Some(mut pipe)) => {
+            let _ = pipe.write_all(format!("{error:#}").as_bytes());
+            Ok(ExitCode::FAILURE)
+        }
+        (Err(error), None) => Err(error),
+    }
+}
+
+/// Starts the same command again as a session of its own, and waits until it says that it is ready, or why not.
+fn start(state_dir: &Path) -> Result<ExitCode> {
+    let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).context("pipe")?;
+    let number = theirs.as_raw_fd();
+    let mut command = Command::new("/proc/self/exe");
+    command.args(std::env::args_os().skip(1)).env(READY_FD, number.to_string());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    // SAFETY: between fork and exec only setsid(2) and fcntl(2) are called, which are async-signal-safe.
+    unsafe {
+        command.pre_exec(move || {
+            nix::unistd::setsid()?;
+            if libc::fcntl(number, libc::F_SETFD, 0) < 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            Ok(())
+        });
+    }
+    let mut child = command.spawn().context("cannot start the server")?;
+    drop(theirs);
+    let mut said = String::new();
+    std::fs::File::from(ours).read_to_string(&mut said).context("the server's first word")?;
+    if said == "ready" {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let status = child.wait().context("the server")?;
+    if said.is_empty() {
+        bail!("the server ended before it was ready ({status}): see {}", state_dir.join(server::LOG).display());
+    }
+    bail!("{said}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(bytes("64MiB"), Ok(64 << 20));
+        assert_eq!(bytes("4096"), Ok(4096));
+        assert_eq!(bytes("1G"), Ok(1 << 30));
+        for text in ["", "0", "-1", "1TB", "MiB", "1.5M", "99999999999GiB"] {
+            assert!(bytes(text).is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,404 @@
+//! Taking keys by `flock`, all or none, and keeping them renewed.
+//!
+//! A place in line is lost by any signal, so nothing may interrupt a waiting `flock` but its end: what happens
+//! meanwhile (saying who holds the key, renewing keys already taken) is done by a thread beside it. The end of the
+//! patience, and the loss of a key already taken, come as `SIGALRM`.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::anyhow;
+use leasefs::{Key, Ttl};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, SigmaskHow, Signal, pthread_sigmask, sigaction};
+use nix::sys::stat::futimens;
+use nix::sys::time::TimeSpec;
+
+use super::time::{Timer, boot_now};
+use crate::cli::complain;
+use crate::cli::tree::{Tree, trouble};
+
+/// How long a wait lasts before it is mentioned.
+const SILENT_WAIT: Duration = Duration::from_secs(1);
+/// A signal that arrives before `flock` has begun to wait is missed by it, so the alarm goes on ringing.
+const ALARM_INTERVAL: Duration = Duration::from_millis(20);
+/// Pause before a renewal that failed for a reason other than the lease's loss is tried again, at most.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// How long to wait for keys that are held.
+#[derive(Clone, Copy, Debug)]
+pub enum Patience {
+    /// Not at all.
+    None,
+    /// Until this instant; the duration is what was asked for.
+    Until(Instant, Duration),
+    /// As long as it takes.
+    Endless,
+}
+
+impl Patience {
+    /// This long from now.
+    pub fn limited(limit: Duration) -> Patience {
+        Patience::Until(Instant::now() + limit, limit)
+    }
+}
+
+/// Why the keys were not taken. None is held when this is returned.
+pub enum Refusal {
+    /// One is held by another, and was not given up in time.
+    Held(String),
+    /// One was lost again while waiting for the next.
+    Lost(String),
+    /// Anything else.
+    Failed(anyhow::Error),
+}
+
+impl From<anyhow::Error> for Refusal {
+    fn from(error: anyhow::Error) -> Refusal {
+        Refusal::Failed(error)
+    }
+}
+
+impl From<Errno> for Refusal {
+    fn from(errno: Errno) -> Refusal {
+        Refusal::Failed(errno.into())
+    }
+}
+
+/// What a renewal came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Renewal {
+    /// The lease goes on.
+    Kept,
+    /// The lease is lost.
+    Lost,
+    /// It could not be renewed, but has not run out: to be tried again.
+    Failed,
+}
+
+/// A key that is held: the holder handle and when to renew it.
+pub struct Claim {
+    key: Key,
+    epoch: u64,
+    file: File,
+    ttl: Duration,
+    /// Last proof of the lease, on `CLOCK_BOOTTIME`.
+    renewed_at: Duration,
+    /// Next renewal, on `CLOCK_BOOTTIME`.
+    due_at: Duration,
+    complained: bool,
+}
+
+impl Claim {
+    /// The key.
+    pub fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// The epoch of this attempt.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// The holder handle: `POLLERR` says that the lease is lost.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// When it is to be renewed, on `CLOCK_BOOTTIME`.
+    pub fn due_at(&self) -> Duration {
+        self.due_at
+    }
+
+    /// Renews the lease by setting its file's time.
+    pub fn renew(&mut self, tree: &Tree) -> nix::Result<Renewal> {
+        let now = boot_now()?;
+        match futimens(&self.file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
+            Ok(()) => {
+                self.note_renewal(tree, now);
+                Ok(Renewal::Kept)
+            }
+            Err(Errno::ESTALE) => Ok(Renewal::Lost),
+            // Nobody answers any more; the lease still runs to its end.
+            Err(_) if now >= self.renewed_at + self.ttl => Ok(Renewal::Lost),
+            Err(errno) => {
+                if !self.complained {
+                    complain(format_args!("{}: cannot be renewed: {}: trying again", self.key, errno.desc()));
+                    self.complained = true;
+                }
+                self.due_at = (now + RETRY.min(self.ttl / 10)).min(self.renewed_at + self.ttl);
+                Ok(Renewal::Failed)
+            }
+        }
+    }
+
+    /// The lease is this attempt's still.
+    pub fn is_held(&self) -> bool {
+        !matches!(self.file.read_at(&mut [0; 32], 0), Err(error) if error.raw_os_error() == Some(libc::ESTALE))
+    }
+
+    fn note_renewal(&mut self, tree: &Tree, at: Duration) {
+        // The TTL may have been changed by xattr, ours or another process of this uid.
+        if let Ok(Some(status)) = tree.status(&self.key)
+            && status.epoch == self.epoch
+            && let Some(ttl_ms) = status.ttl_ms
+        {
+            self.ttl = Duration::from_millis(ttl_ms);
+        }
+        self.renewed_at = at;
+        self.due_at = at + self.ttl / 3;
+        self.complained = false;
+    }
+
+    /// How the loss of this lease is told.
+    pub fn loss(&self) -> String {
+        format!("{}: epoch {} lost its lease: see `leasefs history {}` for why", self.key, self.epoch, self.key)
+    }
+}
+
+/// Renews those that are due; gives the first that is lost.
+pub fn renew_due<'a>(claims: &'a mut [Claim], tree: &Tree) -> nix::Result<Option<&'a Claim>> {
+    for claim in claims {
+        if claim.due_at <= boot_now()? && claim.renew(tree)? == Renewal::Lost {
+            return Ok(Some(claim));
+        }
+    }
+    Ok(None)
+}
+
+/// Takes every key, in bytewise order; what was taken is given back when one is refused.
+pub fn take_all(tree: &Tree, keys: &[Key], ttl: Option<Ttl>, patience: Patience) -> Result<Vec<Claim>, Refusal> {
+    let mut ordered = keys.to_vec();
+    ordered.sort();
+    let mut taken = Vec::with_capacity(ordered.len());
+    for key in ordered {
+        match take(tree, key, ttl, patience, &mut taken) {
+            Ok(claim) => taken.push(claim),
+            Err(refusal) => {
+                give_back(taken);
+                return Err(refusal);
+            }
+        }
+    }
+    Ok(taken)
+}
+
+/// Closes the holder handles, the last taken first.
+pub fn give_back(mut claims: Vec<Claim>) {
+    while claims.pop().is_some() {}
+}
+
+fn take(tree: &Tree, key: Key, ttl: Option<Ttl>, patience: Patience, taken: &mut [Claim]) -> Result<Claim, Refusal> {
+    let file = open(tree, &key)?;
+    lock(tree, &key, &file, patience, taken)?;
+    let now = boot_now()?;
+    if let Some(ttl) = ttl {
+        set_ttl(&file, ttl).map_err(|error| trouble(format_args!("{key}: its TTL cannot be set to {ttl}"), error))?;
+    }
+    let epoch = read_epoch(&file).map_err(|error| match error.raw_os_error() {
+        Some(libc::ESTALE) => Refusal::Lost(format!("{key}: lost its lease at once: run it again, with a longer TTL")),
+        _ => Refusal::Failed(trouble(&key, error)),
+    })?;
+    let ttl = ttl.unwrap_or_default().as_duration();
+    let mut claim = Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false };
+    claim.note_renewal(tree, now);
+    Ok(claim)
+}
+
+fn open(tree: &Tree, key: &Key) -> anyhow::Result<File> {
+    // std adds O_CLOEXEC: the command must not inherit the lease.
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(tree.claim(key)).map_err(
+        |error| match error.raw_os_error() {
+            Some(libc::ENOENT) => {
+                let path = tree.claim(key);
+                let namespace = path.parent().unwrap_or(&path).display();
+                anyhow!("{key}: its namespace does not exist: run `mkdir -p {namespace}`")
+            }
+            _ => trouble(key, error),
+        },
+    )
+}
+
+fn lock(tree: &Tree, key: &Key, file: &File, patience: Patience, taken: &mut [Claim]) -> Result<(), Refusal> {
+    match flock(file, libc::LOCK_EX | libc::LOCK_NB) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+        done => return done.map_err(|error| Refusal::Failed(not_locked(key, error))),
+    }
+    let held = |waited: &str| {
+        let status = tree.status(key).ok().flatten().filter(|status| !status.is_open());
+        let by = status.map_or_else(|| "held by another".to_owned(), |status| status.in_the_way());
+        Refusal::Held(format!("{key}: {by}{waited}: nothing was run"))
+    };
+    match patience {
+        Patience::None => Err(held("")),
+        Patience::Until(end, limit) => match wait_in_line(tree, key, file, Some(end), taken)? {
+            true => Ok(()),
+            false => Err(held(&format!(" (waited {} s)", limit.as_secs_f64()))),
+        },
+        Patience::Endless => wait_in_line(tree, key, file, None, taken).map(|_| ()),
+    }
+}
+
+/// Waits for the lock; false when the time is over.
+fn wait_in_line(
+    tree: &Tree,
+    key: &Key,
+    file: &File,
+    end: Option<Instant>,
+    taken: &mut [Claim],
+) -> Result<bool, Refusal> {
+    let alarm = Alarm::install()?;
+    let (stop_seen, stop) = std::io::pipe().map_err(|error| trouble(key, error))?;
+    let stop_seen = OwnedFd::from(stop_seen);
+    let (locked, lost) = thread::scope(|scope| {
+        let beside = scope.spawn(|| beside_the_wait(tree, key, &stop_seen, taken));
+        if let Some(end) = end {
+            Alarm::ring_in(end.saturating_duration_since(Instant::now()));
+        }
+        let locked = loop {
+            match flock(file, libc::LOCK_EX) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                    let over = end.is_some_and(|end| Instant::now() >= end);
+                    if over || beside.is_finished() {
+                        break Ok(false);
+                    }
+                }
+                Err(error) => break Err(not_locked(key, error)),
+                Ok(()) => break Ok(true),
+            }
+        };
+        drop(stop);
+        (locked, beside.join())
+    });
+    drop(alarm);
+    match lost {
+        Ok(Ok(None)) => Ok(locked?),
+        Ok(Ok(Some(why))) => Err(Refusal::Lost(why)),
+        Ok(Err(errno)) => Err(errno.into()),
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+/// What is done while `flock` waits. Ends, with the alarm rung, when a key already taken is lost.
+fn beside_the_wait(tree: &Tree, key: &Key, stop: &OwnedFd, taken: &mut [Claim]) -> nix::Result<Option<String>> {
+    let watched = watch_beside(tree, key, stop, taken);
+    if !matches!(watched, Ok(None)) {
+        Alarm::ring_in(Duration::ZERO);
+    }
+    watched
+}
+
+fn watch_beside(tree: &Tree, key: &Key, stop: &OwnedFd, taken: &mut [Claim]) -> nix::Result<Option<String>> {
+    // The alarm is for the thread that waits.
+    SigSet::all().thread_block()?;
+    let timer = Timer::new()?;
+    let mut mention_at = Some(boot_now()? + SILENT_WAIT);
+    loop {
+        let next = taken.iter().map(Claim::due_at).chain(mention_at).min();
+        if let Some(next) = next {
+            timer.ring_at(next)?;
+        }
+        let mut fds = [stop.as_fd(), timer.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        match poll(&mut fds, PollTimeout::NONE) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno),
+        }
+        if fds[0].any() == Some(true) {
+            return Ok(None);
+        }
+        if mention_at.is_some_and(|at| boot_now().is_ok_and(|now| now >= at)) {
+            mention_at = None;
+            if let Ok(Some(status)) = tree.status(key) {
+                complain(format_args!("{key}: {}: waiting", status.in_the_way()));
+            }
+        }
+        if let Some(lost) = renew_due(taken, tree)? {
+            return Ok(Some(format!("{} (while waiting for {key})", lost.loss())));
+        }
+    }
+}
+
+fn not_locked(key: &Key, error: io::Error) -> anyhow::Error {
+    match error.raw_os_error() {
+        Some(libc::ENOLCK) => {
+            anyhow!("{key}: the limit on keys or waiters is reached: try later, or see --max-keys and --max-waiters")
+        }
+        Some(libc::EACCES) => anyhow!("{key}: permission denied: you may not create files in its namespace"),
+        _ => trouble(key, error),
+    }
+}
+
+fn flock(file: &File, operation: libc::c_int) -> io::Result<()> {
+    // SAFETY: takes two integers and touches no memory of ours.
+    match unsafe { libc::flock(file.as_raw_fd(), operation) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn set_ttl(file: &File, ttl: Ttl) -> io::Result<()> {
+    let value = ttl.to_string();
+    // SAFETY: the name ends with NUL, and the value is `value.len()` readable bytes; both live through the call.
+    let set =
+        unsafe { libc::fsetxattr(file.as_raw_fd(), c"user.lease.ttl".as_ptr(), value.as_ptr().cast(), value.len(), 0) };
+    if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The first line of the record; from one's own handle it is never another attempt's.
+fn read_epoch(file: &File) -> io::Result<u64> {
+    let mut record = [0; 64];
+    let length = file.read_at(&mut record, 0)?;
+    let line = record[..length].split(|byte| *byte == b'\n').next().unwrap_or_default();
+    std::str::from_utf8(line)
+        .ok()
+        .and_then(|line| line.parse().ok())
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the record does not begin with an epoch"))
+}
+
+/// `SIGALRM` as what ends a waiting `flock`, while it lives. Signal and timer belong to the process.
+struct Alarm {
+    action: SigAction,
+    mask: SigSet,
+}
+
+impl Alarm {
+    fn install() -> nix::Result<Alarm> {
+        extern "C" fn interrupt(_: libc::c_int) {}
+        let handler = SigAction::new(SigHandler::Handler(interrupt), SaFlags::empty(), SigSet::empty());
+        // SAFETY: the handler does nothing, so it is safe at any point of the program.
+        let action = unsafe { sigaction(Signal::SIGALRM, &handler) }?;
+        let mut mask = SigSet::empty();
+        pthread_sigmask(SigmaskHow::SIG_UNBLOCK, Some(&SigSet::from(Signal::SIGALRM)), Some(&mut mask))?;
+        Ok(Alarm { action, mask })
+    }
+
+    /// Sends the first `SIGALRM` after this long, and then one every [`ALARM_INTERVAL`].
+    fn ring_in(first: Duration) {
+        set_interval_timer(first.max(Duration::from_micros(1)), ALARM_INTERVAL);
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        set_interval_timer(Duration::ZERO, Duration::ZERO);
+        // Restoring what was there cannot fail: both values came from the kernel.
+        // SAFETY: the action is the one that was in force before.
+        let _ = unsafe { sigaction(Signal::SIGALRM, &self.action) };
+        let _ = self.mask.thread_set_mask();
+    }
+}
+
+fn set_interval_timer(first: Duration, interval: Duration) {
+    let timeval = |duration: Duration| libc::timeval {
+        tv_sec: duration.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_usec: duration.subsec_micros().into(),
+    };
+    let value = libc::itimerval { it_interval: timeval(interval), it_value: timeval(first) };
+    // SAFETY: `value` is a valid itimerval that lives through the call, and the old value is not asked for.
+    unsafe { libc::setitimer(libc::ITIMER_REAL, &raw const value, std::ptr::null_mut()) };
+}

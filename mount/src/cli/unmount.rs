@@ -1,0 +1,83 @@
+//! `leasefs unmount`: takes the tree away and waits until its server has ended.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::kernel_mount;
+
+/// How long a server may take to record what is left and end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Arguments of `leasefs unmount`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Where the tree is mounted
+    mountpoint: PathBuf,
+}
+
+/// Unmounts.
+///
+/// # Errors
+/// What is wrong and what to do; then the tree is still mounted.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let shown = args.mountpoint.display();
+    let path = resolve(&args.mountpoint).with_context(|| format!("{shown}"))?;
+    if kernel_mount::find(&path)?.is_none() {
+        bail!("{shown} is not a leasefs mount: see `findmnt -t {}`", kernel_mount::FS_TYPE);
+    }
+    let server = server_of(&path);
+    match kernel_mount::disconnect(&path, false) {
+        Ok(()) => {}
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => bail!(
+            "{shown} is in use: end the processes that have files open in it (`leasefs ls` shows the holders), \
+             then unmount again"
+        ),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EINVAL)) => {
+            bail!("not permitted to unmount {shown}: do it as the user who mounted it, or as root")
+        }
+        Err(error) => bail!("cannot unmount {shown}: {error}"),
+    }
+    if let Some((pid, state_dir)) = server {
+        wait_for_end(pid, &state_dir)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The absolute path, also of a mount whose server is gone: of that only the parent can be looked at.
+fn resolve(path: &Path) -> std::io::Result<PathBuf> {
+    match path.canonicalize() {
+        Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => {
+            let absolute = std::path::absolute(path)?;
+            let (parent, name) = (absolute.parent(), absolute.file_name());
+            match (parent, name) {
+                (Some(parent), Some(name)) => Ok(parent.canonicalize()?.join(name)),
+                _ => Err(error),
+            }
+        }
+        result => result,
+    }
+}
+
+/// The pid and state directory that the tree itself names.
+fn server_of(mountpoint: &Path) -> Option<(u32, PathBuf)> {
+    let text = std::fs::read_to_string(mountpoint.join(".leasefs/config")).ok()?;
+    let config: serde_json::Value = serde_json::from_str(&text).ok()?;
+    let pid = u32::try_from(config["pid"].as_u64()?).ok()?;
+    Some((pid, PathBuf::from(config["state_dir"].as_str()?)))
+}
+
+/// The server ends by itself once the kernel has let go of the tree; until then its state directory is in use.
+fn wait_for_end(pid: u32, state_dir: &Path) -> Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    let process = PathBuf::from(format!("/proc/{pid}/exe"));
+    while std::fs::read_link(&process).is_ok() {
+        if Instant::now() > deadline {
+            bail!("unmounted, but the server (pid {pid}) of {} has not ended yet: see its log", state_dir.display());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}

@@ -1,0 +1,325 @@
+//! `claims/KEY`: the three forms of claiming, and what a handle can do (§3, §4).
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+
+use fuser::{
+    Errno, FileHandle, FopenFlags, Generation, INodeNo, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty, ReplyLock,
+    ReplyOpen, ReplyWrite, Request,
+};
+use leasefs::machine::{Claimant, Input, Mode, Process, Why};
+use leasefs::{Error, Handle, KeyId, NamespaceId, Now, Owner, Ttl, view};
+
+use super::LeaseFs;
+use super::handles::{Open, Snapshot};
+use super::names::{Change, NEVER, finish};
+use crate::clock;
+use crate::errno::errno;
+use crate::ino::Node;
+use crate::process::Seen;
+use crate::watcher::Wait;
+
+/// Most bytes in a note.
+const MAX_NOTE: usize = 4096;
+/// A lock over the whole file, as the kernel asks for it.
+const WHOLE_FILE: (u64, u64) = (0, i64::MAX as u64);
+/// Marks a request the kernel sends again after the server was replaced.
+const RESEND: u64 = 1 << 63;
+/// The extended attribute that sets a TTL.
+pub const TTL_XATTR: &[u8] = b"user.lease.ttl";
+
+/// A lock request, decoded.
+pub struct LockRequest {
+    pub handle: u64,
+    pub owner: u64,
+    pub range: (u64, u64),
+    pub kind: i32,
+    pub sleep: bool,
+}
+
+fn claim_flags() -> FopenFlags {
+    FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_NOFLUSH
+}
+
+impl LeaseFs {
+    fn claimant(&self, req: &Request, opener: Process, locker: &Seen) -> Claimant {
+        // Whoever opened the handle keeps it; a flock(1) that locked it for its shell is gone a moment later.
+        let by_other = opener.pid != 0 && !opener.is(locker.process);
+        let (holder, command) = if by_other {
+            let seen = self.processes.identify(opener.pid);
+            if seen.process.is(opener) { (opener, seen.command) } else { (locker.process, locker.command.clone()) }
+        } else {
+            (locker.process, locker.command.clone())
+        };
+        Claimant {
+            uid: req.uid(),
+            gid: req.gid(),
+            holder,
+            opener,
+            locker: locker.process,
+            command,
+            unique: req.unique().0 & !RESEND,
+        }
+    }
+
+    pub(super) fn create_claim(
+        &self,
+        req: &Request,
+        parent: NamespaceId,
+        name: &OsStr,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
+        let now = clock::now();
+        let key = match self.engine.open_name(parent, name.as_bytes(), now) {
+            Ok(key) => key,
+            Err(error) => return reply.error(errno(&error)),
+        };
+        let handle = self.engine.new_handle();
+        let seen = self.processes.identify(req.pid());
+        self.open_handle(handle, Open::Claim { key, opener: seen.process, snapshot: Snapshot::default() });
+        let fs = self.clone();
+        let created = move |reply: ReplyCreate| match fs.attributes(Node::Claim(key), now) {
+            Some(attr) => reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), claim_flags()),
+            None => reply.error(Errno::EIO),
+        };
+        if flags & libc::O_EXCL == 0 {
+            // The inode number is told, so it has to be recorded; nothing else is.
+            return self.engine.when_recorded(Box::new(move || created(reply)));
+        }
+        let claimant = self.claimant(req, seen.process, &seen);
+        let fs = self.clone();
+        let done = move |result: Result<_, Error>| match result {
+            Ok(_) => created(reply),
+            Err(error) => {
+                fs.handles.lock().remove(&handle.0);
+                fs.engine.not_opened(key, now);
+                reply.error(errno(&error));
+            }
+        };
+        self.engine.submit(key, Input::Create { handle, claimant }, now, Box::new(done));
+    }
+
+    pub(super) fn open_claim(&self, req: &Request, key: KeyId, reply: ReplyOpen) {
+        if let Err(error) = self.engine.open_key(key) {
+            return reply.error(errno(&error));
+        }
+        let handle = self.engine.new_handle();
+        let opener = self.processes.identify(req.pid()).process;
+        self.open_handle(handle, Open::Claim { key, opener, snapshot: Snapshot::default() });
+        reply.opened(FileHandle(handle.0), claim_flags());
+    }
+
+    pub(super) fn close_claim(&self, handle: u64, key: KeyId, opener: Process, reply: ReplyEmpty) {
+        let now = clock::now();
+        let handle = Handle(handle);
+        let holder = self.engine.view(key, |entry, _| entry.state.held_by(handle).map(|held| held.claimant.holder));
+        let why: Why = match holder.flatten() {
+            Some(holder) => match self.processes.why_gone(opener) {
+                why if &*why == "closed" => self.processes.why_gone(holder),
+                why => why,
+            },
+            None => Why::from("closed"),
+        };
+        self.engine.submit(key, Input::Close { handle, why }, now, Box::new(|result| finish(reply, result)));
+    }
+
+    pub(super) fn lock(&self, req: &Request, request: &LockRequest, reply: ReplyEmpty) {
+        let now = clock::now();
+        let open = self.with_handle(request.handle, |open| match open {
+            Open::Claim { key, opener, .. } => Some((*key, *opener)),
+            _ => None,
+        });
+        let Some((key, opener)) = open.flatten() else { return reply.error(Errno::ENOLCK) };
+        if request.range != WHOLE_FILE {
+            return reply.error(Errno::EINVAL);
+        }
+        let (handle, owner) = (Handle(request.handle), Owner(request.owner));
+        let mode = match request.kind {
+            libc::F_WRLCK => Mode::Exclusive,
+            libc::F_RDLCK => Mode::Shared,
+            _ => {
+                let input = Input::Unlock { handle, owner };
+                return self.engine.submit(key, input, now, Box::new(|result| finish(reply, result)));
+            }
+        };
+        let namespace_allows = self.engine.view(key, |entry, tree| {
+            tree.get(entry.namespace).is_some_and(|namespace| self.allowed(req, namespace, 0o3))
+        });
+        if namespace_allows != Some(true) {
+            return reply.error(Errno::EACCES);
+        }
+        let locker = self.processes.identify(req.pid());
+        let claimant = self.claimant(req, opener, &locker);
+        let wait = request.sleep.then(|| self.engine.new_waiter());
+        if let Some(waiter) = wait {
+            self.watcher.add(Wait::Lock(waiter), req.pid());
+        }
+        let fs = self.clone();
+        let done = move |result| {
+            if let Some(waiter) = wait {
+                fs.watcher.remove(Wait::Lock(waiter));
+            }
+            finish(reply, result);
+        };
+        self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
+    }
+
+    pub(super) fn test_lock(&self, request: &LockRequest, reply: ReplyLock) {
+        let key = self.with_handle(request.handle, |open| match open {
+            Open::Claim { key, .. } => Some(*key),
+            _ => None,
+        });
+        let Some(key) = key.flatten() else { return reply.error(Errno::ENOLCK) };
+        if request.range != WHOLE_FILE {
+            return reply.error(Errno::EINVAL);
+        }
+        let (handle, owner) = (Handle(request.handle), Owner(request.owner));
+        self.expire(key, clock::now());
+        let in_the_way = self.engine.view(key, |entry, _| {
+            let state = &entry.state;
+            if let Some(attempt) = state.live().filter(|_| !state.is_holder(handle, owner)) {
+                return Some((libc::F_WRLCK, attempt.claimant.holder.pid));
+            }
+            let other = state.sharers.iter().find(|share| share.handle != handle && share.owner != owner);
+            other.filter(|_| request.kind == libc::F_WRLCK).map(|share| (libc::F_RDLCK, share.claimant.holder.pid))
+        });
+        match in_the_way.flatten() {
+            Some((kind, pid)) => reply.locked(WHOLE_FILE.0, WHOLE_FILE.1, kind, pid),
+            None => reply.locked(request.range.0, request.range.1, libc::F_UNLCK, 0),
+        }
+    }
+
+    pub(super) fn read_claim(&self, handle: u64, key: KeyId, offset: u64, size: u32, reply: ReplyData) {
+        let now = clock::now();
+        self.expire(key, now);
+        let fs = self.clone();
+        let answer = move || {
+            let lost = fs.engine.view(key, |entry, _| entry.state.lost.contains(&Handle(handle)));
+            if lost != Some(false) {
+                fs.note_stale(key, now);
+                return reply.error(Errno::ESTALE);
+            }
+            let fresh = || fs.engine.view(key, |entry, _| view::record(entry, now));
+            let piece = fs.with_handle(handle, |open| match open {
+                Open::Claim { snapshot, .. } => snapshot.read(offset, size, fresh),
+                _ => None,
+            });
+            match piece.flatten() {
+                Some(bytes) => reply.data(&bytes),
+                None => reply.error(Errno::EBADF),
+            }
+        };
+        self.engine.when_settled(key, now, Box::new(answer));
+    }
+
+    pub(super) fn note_stale(&self, key: KeyId, now: Now) {
+        if let Some(epoch) = self.engine.view(key, |entry, _| entry.state.epoch) {
+            self.engine.note_stale(key, epoch, now);
+        }
+    }
+
+    pub(super) fn write_note(&self, handle: u64, key: KeyId, data: &[u8], reply: ReplyWrite) {
+        let now = clock::now();
+        self.expire(key, now);
+        let handle = Handle(handle);
+        let standing = self.engine.view(key, |entry, _| {
+            let state = &entry.state;
+            if state.lost.contains(&handle) {
+                Err(Error::Stale)
+            } else {
+                state.held_by(handle).map(drop).ok_or(Error::Denied)
+            }
+        });
+        let checked = standing.unwrap_or(Err(Error::Stale)).and_then(|()| {
+            if data.len() > MAX_NOTE {
+                return Err(Error::TooLarge("a note has at most 4,096 bytes"));
+            }
+            std::str::from_utf8(data).map_err(|_| Error::Invalid("a note is UTF-8"))
+        });
+        let note: Arc<str> = match checked {
+            Ok(text) => Arc::from(text),
+            Err(error) => {
+                if error == Error::Stale {
+                    self.note_stale(key, now);
+                }
+                return reply.error(errno(&error));
+            }
+        };
+        let length = u32::try_from(data.len()).unwrap_or(0);
+        let done = move |result: Result<_, Error>| match result {
+            Ok(_) => reply.written(length),
+            Err(error) => reply.error(errno(&error)),
+        };
+        self.engine.submit(key, Input::Renew { handle, note: Some(note) }, now, Box::new(done));
+    }
+
+    pub(super) fn unlink_claim(&self, req: &Request, parent: NamespaceId, name: &OsStr, reply: ReplyEmpty) {
+        let key = match self.engine.child(parent, name.as_bytes()) {
+            Ok(Some(leasefs::namespaces::Node::Key(key))) => key,
+            Ok(Some(leasefs::namespaces::Node::Namespace(_))) => return reply.error(Errno::EISDIR),
+            Ok(None) => return reply.error(Errno::ENOENT),
+            Err(error) => return reply.error(errno(&error)),
+        };
+        let process = self.processes.identify(req.pid()).process;
+        let uid = req.uid();
+        let owns = |tree: &leasefs::namespaces::Namespaces| tree.get(parent).is_some_and(|ns| ns.row.uid == uid);
+        let may_forget = uid == 0 || self.engine.look(|tree, _| owns(tree));
+        let input = Input::Unlink { process, may_forget, uid };
+        self.engine.submit(key, input, clock::now(), Box::new(|result| finish(reply, result)));
+    }
+
+    /// `futimens` renews; nothing else about a key's file can be set (§4). The kernel does not say by which handle
+    /// times are set, so the process tells: it opened or locked the handle that holds the key.
+    pub(super) fn change_claim(&self, req: &Request, node: Node, key: KeyId, change: Change, reply: ReplyAttr) {
+        let now = clock::now();
+        if change.mode.is_some() || change.uid.is_some() || change.gid.is_some() {
+            return reply.error(Errno::EPERM);
+        }
+        let handle = match change.handle {
+            Some(handle) => Ok(Handle(handle)),
+            None => self.handle_of_caller(req, key, now),
+        };
+        let handle = match handle {
+            Ok(handle) => handle,
+            Err(error) => return reply.error(errno(&error)),
+        };
+        let fs = self.clone();
+        let done = move |result: Result<_, Error>| match result.map(|_| fs.attributes(node, now)) {
+            Ok(Some(attr)) => reply.attr(&NEVER, &attr),
+            Ok(None) => reply.error(Errno::ESTALE),
+            Err(error) => reply.error(errno(&error)),
+        };
+        // A record is as long as it is: truncating it, as lock files often are, says that the holder is at work.
+        self.engine.submit(key, Input::Renew { handle, note: None }, now, Box::new(done));
+    }
+
+    fn handle_of_caller(&self, req: &Request, key: KeyId, now: Now) -> Result<Handle, Error> {
+        let process = self.processes.identify(req.pid()).process;
+        self.expire(key, now);
+        let opened = self.handles_of(key, process);
+        let found = self.engine.view(key, |entry, _| {
+            let held = entry.state.attempt.as_ref().filter(|a| a.held && a.claimant.includes(process));
+            if let Some(attempt) = held {
+                return Ok(attempt.handle);
+            }
+            let lost = opened.iter().any(|handle| entry.state.lost.contains(handle));
+            Err(if lost { Error::Stale } else { Error::Denied })
+        });
+        found.unwrap_or(Err(Error::Stale))
+    }
+
+    pub(super) fn set_claim_ttl(&self, req: &Request, key: KeyId, ttl: Ttl, reply: ReplyEmpty) {
+        let input = Input::SetTtl { uid: req.uid(), ttl };
+        self.engine.submit(key, input, clock::now(), Box::new(|result| finish(reply, result)));
+    }
+
+    /// The key of a claims inode in this parent, for requests that name a file.
+    pub(super) fn parent_of(ino: INodeNo) -> Option<NamespaceId> {
+        match Node::of(ino) {
+            Some(Node::Namespace(crate::ino::Tree::Claims, id)) => Some(id),
+            _ => None,
+        }
+    }
+}

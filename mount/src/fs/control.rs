@@ -1,0 +1,316 @@
+//! `status/KEY` and `.leasefs/*`: what can be read, polled and ordered (§2, §4).
+
+use std::collections::HashMap;
+
+use fuser::{
+    Errno, FileHandle, FopenFlags, PollEvents, PollNotifier, ReplyData, ReplyOpen, ReplyPoll, ReplyWrite, Request,
+};
+use leasefs::machine::{Input, Why};
+use leasefs::{Epoch, Error, Handle, Key, KeyId, view};
+use serde::Deserialize;
+
+use super::handles::{Open, Snapshot};
+use super::{LeaseFs, Shared};
+use crate::clock;
+use crate::errno::errno;
+use crate::ino::Control;
+use crate::process::Seen;
+use crate::watcher::Wait;
+
+/// Who is to be woken when a key changes. A handle has one place, however often it polls.
+#[derive(Default)]
+pub struct Polls {
+    keys: HashMap<KeyId, HashMap<u64, PollNotifier>>,
+    events: HashMap<u64, PollNotifier>,
+}
+
+/// Reads of `.leasefs/events` that wait.
+#[derive(Default)]
+pub struct Parked {
+    readers: HashMap<u64, Reader>,
+    last: u64,
+}
+
+struct Reader {
+    handle: u64,
+    next: u64,
+    size: usize,
+    reply: ReplyData,
+}
+
+/// An order written to `.leasefs/control`.
+#[derive(Deserialize)]
+#[serde(tag = "op", rename_all = "lowercase", deny_unknown_fields)]
+enum Order {
+    Evict {
+        key: String,
+        epoch: u64,
+        #[serde(default)]
+        reason: String,
+    },
+}
+
+impl LeaseFs {
+    pub(super) fn open_status(&self, key: KeyId, flags: i32, reply: ReplyOpen) {
+        if flags & libc::O_ACCMODE != libc::O_RDONLY {
+            return reply.error(Errno::EACCES);
+        }
+        let Some(seen) = self.engine.view(key, |entry, _| entry.state.changes) else {
+            return reply.error(Errno::ENOENT);
+        };
+        let handle = self.engine.new_handle();
+        self.open_handle(handle, Open::Status { key, seen, snapshot: Snapshot::default() });
+        reply.opened(FileHandle(handle.0), FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_NOFLUSH);
+    }
+
+    pub(super) fn open_control(&self, file: Control, flags: i32, reply: ReplyOpen) {
+        let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+        if writes != (file == Control::Control) {
+            return reply.error(Errno::EACCES);
+        }
+        let handle = self.engine.new_handle();
+        let (open, flags) = match file {
+            Control::Control => (Open::Control, FopenFlags::empty()),
+            Control::Events => (Open::Events { next: self.engine.next_event() }, FopenFlags::FOPEN_NONSEEKABLE),
+            text => (Open::Text(text, Snapshot::default()), FopenFlags::empty()),
+        };
+        self.open_handle(handle, open);
+        let flags = flags | FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_NOFLUSH;
+        reply.opened(FileHandle(handle.0), flags);
+    }
+
+    pub(super) fn read_status(&self, handle: u64, key: KeyId, offset: u64, size: u32, reply: ReplyData) {
+        let now = clock::now();
+        self.expire(key, now);
+        let fs = self.clone();
+        let answer = move || {
+            let count = std::cell::Cell::new(None);
+            let fresh = || {
+                let (text, changes) =
+                    fs.engine.view(key, |entry, _| (view::status(entry, now), entry.state.changes))?;
+                count.set(Some(changes));
+                Some(text)
+            };
+            let piece = fs.with_handle(handle, |open| match open {
+                Open::Status { seen, snapshot, .. } => {
+                    let piece = snapshot.read(offset, size, fresh);
+                    *seen = count.get().unwrap_or(*seen);
+                    piece
+                }
+                _ => None,
+            });
+            match piece.flatten() {
+                Some(bytes) => reply.data(&bytes),
+                None => reply.error(Errno::ESTALE),
+            }
+        };
+        self.engine.when_settled(key, now, Box::new(answer));
+    }
+
+    pub(super) fn read_text(&self, handle: u64, file: Control, offset: u64, size: u32, reply: ReplyData) {
+        let fresh = || match file {
+            Control::Version => Some(format!("{}\n", self.settings.version)),
+            Control::Config => serde_json::to_string(&self.settings).ok().map(|json| json + "\n"),
+            Control::Metrics => Some(self.engine.metrics()),
+            Control::Events | Control::Control => None,
+        };
+        let text = if offset == 0 { fresh() } else { None };
+        let piece = self.with_handle(handle, |open| match open {
+            Open::Text(_, snapshot) => snapshot.read(offset, size, || text.or_else(|| Some(String::new()))),
+            _ => None,
+        });
+        match piece.flatten() {
+            Some(bytes) => reply.data(&bytes),
+            None => reply.error(Errno::EBADF),
+        }
+    }
+
+    pub(super) fn read_events(
+        &self,
+        req: &Request,
+        handle: u64,
+        next: u64,
+        size: u32,
+        nonblock: bool,
+        reply: ReplyData,
+    ) {
+        let size = size as usize;
+        let (text, after) = self.engine.events(next, size);
+        if !text.is_empty() {
+            self.advance_events(handle, after);
+            return reply.data(text.as_bytes());
+        }
+        if nonblock {
+            return reply.error(Errno::EAGAIN);
+        }
+        let number = {
+            let mut parked = self.parked.lock();
+            parked.last += 1;
+            let number = parked.last;
+            parked.readers.insert(number, Reader { handle, next, size, reply });
+            number
+        };
+        self.watcher.add(Wait::Events(number), req.pid());
+        self.engine.set_watched(true);
+        // What happened before it was parked woke nobody.
+        self.answer_events();
+    }
+
+    pub(super) fn order(&self, req: &Request, data: &[u8], reply: ReplyWrite) {
+        let now = clock::now();
+        let Ok(Order::Evict { key, epoch, reason }) = serde_json::from_slice(data) else {
+            return reply.error(Errno::EINVAL);
+        };
+        let key = match Key::parse(&key) {
+            Ok(key) => key,
+            Err(error) => return reply.error(errno(&error.into())),
+        };
+        let Some(id) = self.engine.find(&key) else { return reply.error(Errno::ENOENT) };
+        let uid = req.uid();
+        let owns = self.engine.view(id, |entry, tree| tree.get(entry.namespace).is_some_and(|ns| ns.row.uid == uid));
+        if uid != 0 && uid != self.settings.mount_owner && owns != Some(true) {
+            return reply.error(Errno::EACCES);
+        }
+        let Seen { process, .. } = self.processes.identify(req.pid());
+        let by = format!("by uid {uid} (pid {})", process.pid);
+        let why = if reason.is_empty() { by } else { format!("{by}: {reason}") };
+        let length = u32::try_from(data.len()).unwrap_or(0);
+        let done = move |result: Result<_, Error>| match result {
+            Ok(_) => reply.written(length),
+            Err(error) => reply.error(errno(&error)),
+        };
+        self.engine.submit(id, Input::Evict { epoch: Epoch(epoch), why: Why::from(why) }, now, Box::new(done));
+    }
+
+    pub(super) fn do_poll(&self, handle: u64, notifier: PollNotifier, wants_notice: bool, reply: ReplyPoll) {
+        let ready = PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLOUT | PollEvents::POLLWRNORM;
+        enum What {
+            Claim(KeyId),
+            Status(KeyId, u64),
+            Events(u64),
+            Other,
+        }
+        let what = self.with_handle(handle, |open| match open {
+            Open::Claim { key, .. } => What::Claim(*key),
+            Open::Status { key, seen, .. } => What::Status(*key, *seen),
+            Open::Events { next } => What::Events(*next),
+            _ => What::Other,
+        });
+        // Entered before it is looked at, so that a change in between is not missed.
+        if wants_notice {
+            let mut polls = self.polls.lock();
+            match what {
+                Some(What::Claim(key) | What::Status(key, _)) => {
+                    polls.keys.entry(key).or_default().insert(handle, notifier);
+                }
+                Some(What::Events(_)) => {
+                    polls.events.insert(handle, notifier);
+                }
+                _ => {}
+            }
+            drop(polls);
+            self.engine.set_watched(true);
+        }
+        let now = clock::now();
+        let events = match what {
+            Some(What::Claim(key)) => {
+                self.expire(key, now);
+                match self.engine.view(key, |entry, _| entry.state.lost.contains(&Handle(handle))) {
+                    Some(false) => ready,
+                    _ => PollEvents::POLLHUP | PollEvents::POLLERR | PollEvents::POLLIN,
+                }
+            }
+            Some(What::Status(key, seen)) => {
+                self.expire(key, now);
+                let readable = PollEvents::POLLIN | PollEvents::POLLRDNORM;
+                match self.engine.view(key, |entry, _| entry.state.changes) {
+                    Some(changes) if changes == seen => readable,
+                    _ => readable | PollEvents::POLLPRI,
+                }
+            }
+            Some(What::Events(next)) if next < self.engine.next_event() => PollEvents::POLLIN | PollEvents::POLLRDNORM,
+            Some(What::Events(_)) => PollEvents::empty(),
+            _ => ready,
+        };
+        reply.poll(events);
+    }
+
+    /// Answers and wakes whoever follows what happens. Wake-ups of pollers are left to the timekeeper: the kernel is
+    /// not to be notified from inside a request.
+    pub(super) fn announce(&self) {
+        if !self.parked.lock().readers.is_empty() {
+            self.answer_events();
+        }
+        let polls = self.polls.lock();
+        if !polls.keys.is_empty() || !polls.events.is_empty() {
+            self.timekeeper.wake();
+        }
+    }
+}
+
+impl Shared {
+    fn advance_events(&self, handle: u64, after: u64) {
+        self.with_handle(handle, |open| {
+            if let Open::Events { next } = open {
+                *next = after;
+            }
+        });
+    }
+
+    /// Answers the reads of events that have something to read now.
+    pub(super) fn answer_events(&self) {
+        let mut parked = self.parked.lock();
+        let newest = self.engine.next_event();
+        let due: Vec<u64> =
+            parked.readers.iter().filter(|(_, reader)| reader.next < newest).map(|(number, _)| *number).collect();
+        let due: Vec<(u64, Reader)> = due
+            .into_iter()
+            .filter_map(|number| parked.readers.remove(&number).map(|reader| (number, reader)))
+            .collect();
+        drop(parked);
+        for (number, reader) in due {
+            self.watcher.remove(Wait::Events(number));
+            let (text, after) = self.engine.events(reader.next, reader.size);
+            self.advance_events(reader.handle, after);
+            reader.reply.data(text.as_bytes());
+        }
+    }
+
+    /// Ends a read of events with `EINTR`.
+    pub(super) fn interrupt_events(&self, number: u64) {
+        if let Some(reader) = self.parked.lock().readers.remove(&number) {
+            reader.reply.error(Errno::EINTR);
+        }
+    }
+
+    /// Wakes those who poll what has changed.
+    pub(super) fn notify_polls(&self) {
+        let changed = self.engine.take_changed();
+        if changed.is_empty() {
+            return;
+        }
+        let mut polls = self.polls.lock();
+        let keys = changed.iter().filter_map(|key| polls.keys.remove(key)).flat_map(HashMap::into_values);
+        let mut due: Vec<PollNotifier> = keys.collect();
+        due.extend(polls.events.drain().map(|(_, notifier)| notifier));
+        let idle = polls.keys.is_empty();
+        drop(polls);
+        for notifier in due {
+            // A poller that is gone is no error.
+            let _ = notifier.notify();
+        }
+        if idle && self.parked.lock().readers.is_empty() {
+            self.engine.set_watched(false);
+        }
+    }
+
+    /// Forgets whoever polled by a handle that is gone.
+    pub(super) fn forget_polls(&self, handle: u64) {
+        let mut polls = self.polls.lock();
+        polls.events.remove(&handle);
+        polls.keys.retain(|_, handles| {
+            handles.remove(&handle);
+            !handles.is_empty()
+        });
+    }
+}

@@ -1,0 +1,428 @@
+//! The requests of the kernel, each to where it is answered.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::time::SystemTime;
+
+use fuser::{
+    BsdFileFlags, Errno, FileHandle, Filesystem, INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags,
+    PollEvents, PollFlags, PollNotifier, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty,
+    ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
+    TimeOrNow, WriteFlags,
+};
+use leasefs::registry::NamespaceRow;
+use leasefs::{Error, KeyId, Ttl};
+
+use super::LeaseFs;
+use super::claims::{LockRequest, TTL_XATTR};
+use super::handles::Open;
+use super::names::{Change, finish};
+use crate::clock;
+use crate::ino::{Control, Node, Tree};
+
+/// Most bytes in one write request.
+const MAX_WRITE: u32 = 1 << 20;
+
+/// What an open handle is, without the lock on the table.
+enum Kind {
+    Claim(KeyId),
+    Status(KeyId),
+    Bytes,
+    Text(Control),
+    Events(u64),
+    Control,
+}
+
+impl LeaseFs {
+    fn kind_of(&self, handle: FileHandle) -> Option<Kind> {
+        self.with_handle(handle.0, |open| match open {
+            Open::Claim { key, .. } => Kind::Claim(*key),
+            Open::Status { key, .. } => Kind::Status(*key),
+            Open::Draft(_) | Open::Result(_) => Kind::Bytes,
+            Open::Text(file, _) => Kind::Text(*file),
+            Open::Events { next } => Kind::Events(*next),
+            Open::Control => Kind::Control,
+        })
+    }
+
+    /// The TTL that a node's extended attribute shows.
+    fn ttl_of(&self, ino: INodeNo) -> Option<Ttl> {
+        match Node::of(ino)? {
+            Node::Namespace(Tree::Claims, id) => {
+                let ms = self.engine.look(|tree, _| tree.get(id).and_then(|namespace| namespace.row.ttl_ms))?;
+                Ttl::from_millis(ms).ok()
+            }
+            Node::Claim(key) => self.engine.view(key, |entry, _| entry.state.live().map(|attempt| attempt.ttl))?,
+            _ => None,
+        }
+    }
+
+    fn set_ttl(&self, req: &Request, ino: INodeNo, ttl: Option<Ttl>, reply: ReplyEmpty) {
+        match (Node::of(ino), ttl) {
+            (Some(Node::Namespace(Tree::Claims, id)), ttl) => {
+                let owner = self.engine.look(|tree, _| tree.get(id).map(|namespace| namespace.row.uid));
+                // A TTL decides over everybody's leases below, so it is the owner's, as the mode is.
+                if req.uid() != 0 && owner != Some(req.uid()) {
+                    return reply.error(Errno::EPERM);
+                }
+                let change = |row: &mut NamespaceRow| row.ttl_ms = ttl.map(Ttl::as_millis);
+                let done = Box::new(|result: Result<_, Error>| finish(reply, result));
+                // It is there: the kernel has just looked it up.
+                let _ = self.engine.change_namespace(id, clock::now(), change, done);
+            }
+            (Some(Node::Claim(key)), Some(ttl)) => self.set_claim_ttl(req, key, ttl, reply),
+            (Some(Node::Claim(_)), None) => reply.error(Errno::EPERM),
+            _ => reply.error(Errno::EOPNOTSUPP),
+        }
+    }
+}
+
+/// Answers a request for an attribute's value or its size.
+fn answer_xattr(value: &[u8], size: u32, reply: ReplyXattr) {
+    match u32::try_from(value.len()) {
+        Ok(length) if size == 0 => reply.size(length),
+        Ok(length) if length <= size => reply.data(value),
+        _ => reply.error(Errno::ERANGE),
+    }
+}
+
+impl Filesystem for LeaseFs {
+    fn init(&mut self, _req: &Request, config: &mut KernelConfig) -> std::io::Result<()> {
+        let needed = InitFlags::FUSE_FLOCK_LOCKS | InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_ATOMIC_O_TRUNC;
+        config.add_capabilities(needed).map_err(|missing| {
+            std::io::Error::other(format!("this kernel's FUSE lacks {missing:?}: Linux 4.20 or later is needed"))
+        })?;
+        let _ = config.set_max_write(MAX_WRITE);
+        // RELEASE is a background request: with few of them at a time, leases would end late under load.
+        let _ = config.set_max_background(u16::MAX);
+        let _ = config.set_congestion_threshold(u16::MAX);
+        Ok(())
+    }
+
+    fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        self.do_lookup(parent, name, reply);
+        self.settle();
+    }
+
+    fn getattr(&self, req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
+        self.do_getattr(req, ino, fh.map(|handle| handle.0), reply);
+        self.settle();
+    }
+
+    fn setattr(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        atime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        fh: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|handle| handle.0) };
+        self.do_setattr(req, ino, change, reply);
+        self.settle();
+    }
+
+    fn readlink(&self, _req: &Request, ino: INodeNo, reply: ReplyData) {
+        match Node::of(ino) {
+            Some(Node::Latest(key)) => self.read_latest(key, reply),
+            _ => reply.error(Errno::EINVAL),
+        }
+        self.settle();
+    }
+
+    fn mknod(&self, _req: &Request, _: INodeNo, _: &OsStr, _: u32, _: u32, _: u32, reply: ReplyEntry) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn mkdir(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+        self.do_mkdir(req, parent, name, mode & !umask, reply);
+        self.settle();
+    }
+
+    fn unlink(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        match LeaseFs::parent_of(parent) {
+            Some(parent) => self.unlink_claim(req, parent, name, reply),
+            None => reply.error(Errno::EPERM),
+        }
+        self.settle();
+    }
+
+    fn rmdir(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        self.do_rmdir(parent, name, reply);
+        self.settle();
+    }
+
+    fn symlink(&self, _req: &Request, _: INodeNo, _: &OsStr, _: &Path, reply: ReplyEntry) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn rename(&self, _req: &Request, _: INodeNo, _: &OsStr, _: INodeNo, _: &OsStr, _: RenameFlags, reply: ReplyEmpty) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn link(&self, _req: &Request, _: INodeNo, _: INodeNo, _: &OsStr, reply: ReplyEntry) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn create(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
+        match Node::of(parent) {
+            Some(Node::Namespace(Tree::Claims, parent)) => self.create_claim(req, parent, name, flags, reply),
+            Some(Node::ResultDir(key)) => self.create_result(req, key, name, flags, reply),
+            _ => reply.error(Errno::EPERM),
+        }
+        self.settle();
+    }
+
+    fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        match Node::of(ino) {
+            Some(Node::Claim(key)) => self.open_claim(req, key, reply),
+            Some(Node::Status(key)) => self.open_status(key, flags.0, reply),
+            Some(Node::Result(key, epoch)) => self.open_result(key, epoch, flags.0, reply),
+            Some(Node::Control(file)) => self.open_control(file, flags.0, reply),
+            _ => reply.error(Errno::ENOENT),
+        }
+        self.settle();
+    }
+
+    fn read(
+        &self,
+        req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        size: u32,
+        flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        match self.kind_of(fh) {
+            Some(Kind::Claim(key)) => self.read_claim(fh.0, key, offset, size, reply),
+            Some(Kind::Status(key)) => self.read_status(fh.0, key, offset, size, reply),
+            Some(Kind::Bytes) => self.read_bytes(fh.0, offset, size, reply),
+            Some(Kind::Text(file)) => self.read_text(fh.0, file, offset, size, reply),
+            Some(Kind::Events(next)) => {
+                self.read_events(req, fh.0, next, size, flags.0 & libc::O_NONBLOCK != 0, reply);
+            }
+            Some(Kind::Control) | None => reply.error(Errno::EBADF),
+        }
+        self.settle();
+    }
+
+    fn write(
+        &self,
+        req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _write_flags: WriteFlags,
+        flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        match self.kind_of(fh) {
+            Some(Kind::Claim(key)) => self.write_note(fh.0, key, data, reply),
+            Some(Kind::Bytes) => {
+                self.write_draft(req, fh.0, offset, data, flags.0 & libc::O_APPEND != 0, reply);
+            }
+            Some(Kind::Control) => self.order(req, data, reply),
+            _ => reply.error(Errno::EBADF),
+        }
+        self.settle();
+    }
+
+    fn flush(&self, req: &Request, _ino: INodeNo, fh: FileHandle, _lock_owner: LockOwner, reply: ReplyEmpty) {
+        match self.kind_of(fh) {
+            Some(Kind::Bytes) => self.flush_draft(req, fh.0, reply),
+            _ => reply.ok(),
+        }
+        self.settle();
+    }
+
+    fn release(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        let open = self.handles.lock().remove(&fh.0);
+        self.forget_polls(fh.0);
+        match open {
+            Some(Open::Claim { key, opener, .. }) => self.close_claim(fh.0, key, opener, reply),
+            Some(Open::Draft(draft)) => self.close_draft(draft, fh.0, reply),
+            _ => reply.ok(),
+        }
+        self.settle();
+    }
+
+    fn fsync(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        match self.kind_of(fh) {
+            Some(Kind::Bytes) => self.sync_draft(fh.0, reply),
+            // A note is recorded before its write returned.
+            _ => reply.ok(),
+        }
+        self.settle();
+    }
+
+    fn readdir(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, reply: ReplyDirectory) {
+        self.do_readdir(ino, offset, reply);
+        self.settle();
+    }
+
+    fn fsyncdir(&self, _req: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        // The state directory's disk is what can fill up.
+        match nix::sys::statvfs::statvfs(&self.settings.state_dir) {
+            Ok(disk) => reply.statfs(
+                disk.blocks(),
+                disk.blocks_free(),
+                disk.blocks_available(),
+                self.engine.key_count() as u64,
+                KeyId::MAX.0 - self.engine.key_count() as u64,
+                u32::try_from(disk.block_size()).unwrap_or(4096),
+                255,
+                u32::try_from(disk.fragment_size()).unwrap_or(4096),
+            ),
+            Err(_) => reply.error(Errno::EIO),
+        }
+    }
+
+    fn setxattr(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        name: &OsStr,
+        value: &[u8],
+        _flags: i32,
+        _position: u32,
+        reply: ReplyEmpty,
+    ) {
+        if name.as_encoded_bytes() != TTL_XATTR {
+            return reply.error(Errno::EOPNOTSUPP);
+        }
+        match std::str::from_utf8(value).ok().and_then(|text| text.parse::<Ttl>().ok()) {
+            Some(ttl) => self.set_ttl(req, ino, Some(ttl), reply),
+            None => reply.error(Errno::EINVAL),
+        }
+        self.settle();
+    }
+
+    fn getxattr(&self, _req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        match self.ttl_of(ino).filter(|_| name.as_encoded_bytes() == TTL_XATTR) {
+            Some(ttl) => answer_xattr(ttl.to_string().as_bytes(), size, reply),
+            None => reply.error(Errno::ENODATA),
+        }
+    }
+
+    fn listxattr(&self, _req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        let names = if self.ttl_of(ino).is_some() { [TTL_XATTR, b"\0"].concat() } else { Vec::new() };
+        answer_xattr(&names, size, reply);
+    }
+
+    fn removexattr(&self, req: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        if name.as_encoded_bytes() != TTL_XATTR || self.ttl_of(ino).is_none() {
+            return reply.error(Errno::ENODATA);
+        }
+        self.set_ttl(req, ino, None, reply);
+        self.settle();
+    }
+
+    fn getlk(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        lock_owner: LockOwner,
+        start: u64,
+        end: u64,
+        typ: i32,
+        _pid: u32,
+        reply: ReplyLock,
+    ) {
+        let range = (start, end);
+        let request = LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep: false };
+        self.test_lock(&request, reply);
+        self.settle();
+    }
+
+    fn setlk(
+        &self,
+        req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        lock_owner: LockOwner,
+        start: u64,
+        end: u64,
+        typ: i32,
+        _pid: u32,
+        sleep: bool,
+        reply: ReplyEmpty,
+    ) {
+        let range = (start, end);
+        self.lock(req, &LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep }, reply);
+        self.settle();
+    }
+
+    fn ioctl(
+        &self,
+        _req: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: IoctlFlags,
+        _: u32,
+        _: &[u8],
+        _: u32,
+        reply: ReplyIoctl,
+    ) {
+        reply.error(Errno::ENOTTY);
+    }
+
+    fn poll(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        ph: PollNotifier,
+        _events: PollEvents,
+        flags: PollFlags,
+        reply: ReplyPoll,
+    ) {
+        self.do_poll(fh.0, ph, flags.contains(PollFlags::FUSE_POLL_SCHEDULE_NOTIFY), reply);
+        self.settle();
+    }
+
+    fn fallocate(&self, _req: &Request, _: INodeNo, _: FileHandle, _: u64, _: u64, _: i32, reply: ReplyEmpty) {
+        reply.error(Errno::EOPNOTSUPP);
+    }
+
+    fn lseek(&self, _req: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
+        // The kernel then seeks by the file's size.
+        reply.error(Errno::ENOSYS);
+    }
+}

@@ -1,0 +1,114 @@
+//! What an open file of the mount is.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::sync::Arc;
+
+use leasefs::machine::Process;
+use leasefs::{Epoch, Handle, KeyId};
+
+use super::Shared;
+use crate::ino::Control;
+
+/// Text read in pieces: taken anew by a read from the start, so that no reader sees half of one and half of another.
+#[derive(Default)]
+pub struct Snapshot(Option<Arc<str>>);
+
+impl Snapshot {
+    /// The piece at `offset`; `fresh` gives the text where a new one is wanted.
+    pub fn read(&mut self, offset: u64, size: u32, fresh: impl FnOnce() -> Option<String>) -> Option<Vec<u8>> {
+        if offset == 0 || self.0.is_none() {
+            self.0 = Some(Arc::from(fresh()?));
+        }
+        let bytes = self.0.as_deref().unwrap_or_default().as_bytes();
+        let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+        let end = start.saturating_add(size as usize).min(bytes.len());
+        Some(bytes[start..end].to_vec())
+    }
+}
+
+/// An open result that may still be written.
+pub struct Draft {
+    /// The key.
+    pub key: KeyId,
+    /// The attempt it is for.
+    pub epoch: Epoch,
+    /// Who opened it.
+    pub opener: Process,
+    /// Its bytes.
+    pub file: Arc<File>,
+    /// Processes that wrote to it.
+    pub writers: HashSet<u32>,
+    /// One of them was killed by a signal: closing it commits nothing.
+    pub killed: bool,
+    /// It became the result.
+    pub committed: bool,
+}
+
+/// What an open file is.
+pub enum Open {
+    /// `claims/KEY`
+    Claim {
+        /// The key.
+        key: KeyId,
+        /// Who opened it.
+        opener: Process,
+        /// What is read from it.
+        snapshot: Snapshot,
+    },
+    /// `status/KEY`
+    Status {
+        /// The key.
+        key: KeyId,
+        /// The key's count of changes when it was last read.
+        seen: u64,
+        /// What is read from it.
+        snapshot: Snapshot,
+    },
+    /// `results/KEY/EPOCH`, for writing.
+    Draft(Draft),
+    /// `results/KEY/EPOCH`, committed.
+    Result(Arc<File>),
+    /// A file of `.leasefs/` that is text.
+    Text(Control, Snapshot),
+    /// `.leasefs/events`
+    Events {
+        /// The number of the next event to be read.
+        next: u64,
+    },
+    /// `.leasefs/control`
+    Control,
+}
+
+impl Shared {
+    /// Enters an open file.
+    pub(super) fn open_handle(&self, handle: Handle, open: Open) {
+        self.handles.lock().insert(handle.0, open);
+    }
+
+    /// Looks at an open file.
+    pub(super) fn with_handle<R>(&self, handle: u64, look: impl FnOnce(&mut Open) -> R) -> Option<R> {
+        self.handles.lock().get_mut(&handle).map(look)
+    }
+
+    /// An open draft of an attempt: the caller's own where there is one, since the kernel does not say by which handle
+    /// a file is looked at.
+    pub(super) fn draft_of(&self, key: KeyId, epoch: Epoch, caller: Process) -> Option<u64> {
+        let handles = self.handles.lock();
+        let drafts = handles.iter().filter_map(|(handle, open)| match open {
+            Open::Draft(draft) if draft.key == key && draft.epoch == epoch => Some((*handle, draft.opener.is(caller))),
+            _ => None,
+        });
+        drafts.max_by_key(|(handle, own)| (*own, *handle)).map(|(handle, _)| handle)
+    }
+
+    /// The claim handles of a key that this process opened.
+    pub(super) fn handles_of(&self, key: KeyId, process: Process) -> Vec<Handle> {
+        let handles = self.handles.lock();
+        let of_process = |(handle, open): (&u64, &Open)| match open {
+            Open::Claim { key: of, opener, .. } if *of == key && opener.is(process) => Some(Handle(*handle)),
+            _ => None,
+        };
+        handles.iter().filter_map(of_process).collect()
+    }
+}

@@ -1,0 +1,212 @@
+//! The FUSE adapter: decodes a request, calls the engine, answers. No rule of a lease is here.
+//!
+//! | file | what it answers |
+//! |---|---|
+//! | [`names`] | lookup, attributes, listings, namespaces |
+//! | [`claims`] | `claims/KEY`: create, open, lock, read, write, unlink |
+//! | [`results`] | `results/KEY/EPOCH`: drafts, commit, reading |
+//! | [`control`] | `status/KEY`, `.leasefs/*`, polling |
+//! | [`handles`] | what an open file is |
+//!
+//! One thread reads requests, so that a close is seen before the open that follows it. Whatever it decided is recorded
+//! once the kernel has nothing more to read, by that thread itself: see [`LeaseFs::settle`].
+
+mod claims;
+mod control;
+mod dispatch;
+mod handles;
+mod names;
+mod results;
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use fuser::Request;
+use leasefs::namespaces::{Credentials, Namespace};
+use leasefs::{Engine, KeyId, Now};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use parking_lot::Mutex;
+
+use crate::clock;
+use crate::process::{self, Processes};
+use crate::timekeeper::Alarm;
+use crate::watcher::{Wait, Watcher};
+use control::{Parked, Polls};
+use handles::Open;
+
+/// Requests that may be gathered while the kernel has more to read, before what they decided is recorded.
+const MAX_GATHERED: u32 = 64;
+
+/// What the mount was started with, shown in `.leasefs/config`.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Settings {
+    /// The program's version.
+    pub version: &'static str,
+    /// Where the registry is.
+    pub state_dir: std::path::PathBuf,
+    /// TTL where no namespace sets one, in milliseconds.
+    pub ttl_ms: u64,
+    /// What a success means for a power cut.
+    pub durability: leasefs::engine::Durability,
+    /// Most bytes in a result.
+    pub max_result: u64,
+    /// Most leases one uid may hold.
+    pub max_keys: usize,
+    /// Most lock requests of one uid that may wait.
+    pub max_waiters: usize,
+    /// Whether every uid may use the tree.
+    pub allow_other: bool,
+    /// Who mounted it.
+    pub mount_owner: u32,
+    /// The server's pid.
+    pub pid: u32,
+}
+
+/// Everything the server's threads share.
+pub struct Shared {
+    /// The engine.
+    pub engine: Engine,
+    /// The mount's settings.
+    pub settings: Settings,
+    /// Wakes at deadlines.
+    pub timekeeper: Alarm,
+    /// Does slow I/O.
+    pub writer: Alarm,
+    /// Ends waits on a signal.
+    pub watcher: Watcher,
+    device: OwnedFd,
+    processes: Processes,
+    handles: Mutex<HashMap<u64, Open>>,
+    polls: Mutex<Polls>,
+    parked: Mutex<Parked>,
+    gathered: AtomicU32,
+}
+
+/// The filesystem as fuser sees it.
+#[derive(Clone)]
+pub struct LeaseFs(Arc<Shared>);
+
+impl std::ops::Deref for LeaseFs {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl LeaseFs {
+    /// A filesystem on an engine. `device` is a copy of the connection, only asked whether there is more to read.
+    ///
+    /// # Errors
+    /// Those of making the alarms.
+    pub fn new(engine: Engine, settings: Settings, device: OwnedFd) -> std::io::Result<LeaseFs> {
+        Ok(LeaseFs(Arc::new(Shared {
+            engine,
+            settings,
+            timekeeper: Alarm::new()?,
+            writer: Alarm::new()?,
+            watcher: Watcher::default(),
+            device,
+            processes: Processes::default(),
+            handles: Mutex::default(),
+            polls: Mutex::default(),
+            parked: Mutex::default(),
+            gathered: AtomicU32::new(0),
+        })))
+    }
+
+    /// What the other threads need.
+    pub fn shared(&self) -> &Arc<Shared> {
+        &self.0
+    }
+
+    /// To be called after every request: records what was decided unless the kernel has more to read right now.
+    fn settle(&self) {
+        if self.engine.is_urgent() {
+            let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
+            if gathered >= MAX_GATHERED || !self.has_more() {
+                self.gathered.store(0, Ordering::Relaxed);
+                self.flush(clock::now());
+            }
+        }
+        self.timekeeper.need(self.engine.wake_ns());
+        self.announce();
+    }
+
+    fn has_more(&self) -> bool {
+        let mut fds = [PollFd::new(self.device.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+
+    fn credentials(&self, req: &Request) -> Credentials {
+        Credentials { uid: req.uid(), gid: req.gid(), groups: Vec::new() }
+    }
+
+    /// Whether the caller may do all of `want` in a namespace, supplementary groups counted.
+    fn allowed(&self, req: &Request, namespace: &Namespace, want: u32) -> bool {
+        let mut who = self.credentials(req);
+        if namespace.groups_matter(&who) {
+            who.groups = process::groups(req.pid());
+        }
+        namespace.allows(&who, want)
+    }
+
+    /// Applies an expiry that is due but not yet applied, so that nobody is shown a lease past its deadline.
+    fn expire(&self, key: KeyId, now: Now) {
+        let due = self.engine.view(key, |entry, _| entry.state.deadline_ns().is_some_and(|at| at <= now.boot_ns));
+        if due == Some(true) {
+            self.engine.submit(key, leasefs::machine::Input::Tick, now, Box::new(|_| ()));
+        }
+    }
+}
+
+impl Shared {
+    /// Records what was decided, on this thread or, where that may take long, on the writer's.
+    pub fn flush(&self, now: Now) {
+        if self.engine.is_slow() {
+            self.writer.wake();
+            return;
+        }
+        self.engine.flush(now);
+        if self.engine.checkpoint_due() {
+            self.writer.wake();
+        }
+    }
+
+    /// The timekeeper's work: expiries, writes nobody waited for, and telling those who poll.
+    pub fn on_time(&self) {
+        let now = clock::now();
+        if self.engine.tick(now) {
+            self.flush(now);
+        }
+        self.notify_polls();
+        self.answer_events();
+    }
+
+    /// The writer's work: what would keep the reader from answering.
+    pub fn on_write(&self, first: bool) {
+        let now = clock::now();
+        self.engine.flush(now);
+        if !first && let Err(error) = self.engine.checkpoint() {
+            tracing::warn!("checkpoint: {error}");
+        }
+        self.notify_polls();
+        self.answer_events();
+    }
+
+    /// A signal waits for somebody who waits for us.
+    pub fn on_signal(&self, wait: Wait) {
+        let now = clock::now();
+        match wait {
+            Wait::Lock(waiter) => self.engine.interrupt(waiter, now),
+            Wait::Events(parked) => self.interrupt_events(parked),
+        }
+        self.watcher.remove(wait);
+        if self.engine.is_urgent() {
+            self.flush(now);
+        }
+        self.timekeeper.need(self.engine.wake_ns());
+    }
+}

@@ -1,0 +1,273 @@
+//! `results/KEY/EPOCH`: a draft for each write handle, one commit, then only readers (§6).
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use fuser::{
+    Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty,
+    ReplyOpen, ReplyWrite, Request,
+};
+use leasefs::machine::Input;
+use leasefs::{Epoch, Error, Handle, KeyId};
+
+use super::LeaseFs;
+use super::handles::{Draft, Open};
+use super::names::{Change, NEVER, Times, attr, finish, namespace_of, parse_epoch};
+use crate::clock;
+use crate::errno::errno;
+use crate::ino::Node;
+use crate::process;
+
+impl LeaseFs {
+    pub(super) fn create_result(&self, req: &Request, key: KeyId, name: &OsStr, flags: i32, reply: ReplyCreate) {
+        let now = clock::now();
+        if name.as_bytes() == b"latest" {
+            return reply.error(Errno::EPERM);
+        }
+        let Some(epoch) = parse_epoch(name.as_bytes()) else { return reply.error(Errno::ENOENT) };
+        if flags & libc::O_ACCMODE == libc::O_RDONLY {
+            return reply.error(Errno::ENOENT);
+        }
+        match self.engine.result_of(key, epoch) {
+            Ok(None) => {}
+            Ok(Some(_)) => return reply.error(Errno::EPERM),
+            Err(error) => return reply.error(errno(&error)),
+        }
+        let handle = self.engine.new_handle();
+        let file = match self.engine.results.create_draft(handle) {
+            Ok(file) => Arc::new(file),
+            Err(error) => return reply.error(errno(&Error::from(error))),
+        };
+        let opener = self.processes.identify(req.pid()).process;
+        let fs = self.clone();
+        let done = move |result: Result<_, Error>| {
+            let refused = match result {
+                Ok(_) => {
+                    let (writers, killed, committed) = (HashSet::new(), false, false);
+                    let draft = Draft { key, epoch, opener, file, writers, killed, committed };
+                    fs.open_handle(handle, Open::Draft(draft));
+                    let node = Node::Result(key, epoch);
+                    match fs.draft_attributes(node, handle.0) {
+                        Some(attr) => {
+                            let flags = FopenFlags::FOPEN_DIRECT_IO;
+                            return reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), flags);
+                        }
+                        None => Errno::EIO,
+                    }
+                }
+                Err(error) => {
+                    fs.engine.results.discard(handle);
+                    errno(&error)
+                }
+            };
+            reply.error(refused);
+        };
+        let input = Input::OpenDraft { handle, epoch, uid: req.uid() };
+        self.engine.submit(key, input, now, Box::new(done));
+    }
+
+    pub(super) fn open_result(&self, key: KeyId, epoch: Epoch, flags: i32, reply: ReplyOpen) {
+        if flags & libc::O_ACCMODE != libc::O_RDONLY || flags & libc::O_TRUNC != 0 {
+            return reply.error(Errno::EPERM);
+        }
+        match self.engine.results.read(key, epoch) {
+            Ok(file) => {
+                let handle = self.engine.new_handle();
+                self.open_handle(handle, Open::Result(Arc::new(file)));
+                // It never changes, so the kernel may keep what it read, and may map it.
+                reply.opened(FileHandle(handle.0), FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH);
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => reply.error(Errno::ENOENT),
+            Err(error) => reply.error(errno(&Error::from(error))),
+        }
+    }
+
+    pub(super) fn draft_attributes(&self, node: Node, handle: u64) -> Option<FileAttr> {
+        let (key, file) = self.with_handle(handle, |open| match open {
+            Open::Draft(draft) => Some((draft.key, Arc::clone(&draft.file))),
+            _ => None,
+        })??;
+        let metadata = file.metadata().ok()?;
+        let modified = metadata.modified().ok()?;
+        self.engine.view(key, |entry, tree| {
+            let (mode, _, gid) = namespace_of(entry, tree);
+            let times = Times { mtime: modified, ctime: modified };
+            attr(node, FileType::RegularFile, mode & 0o444 | 0o200, entry.file_uid(), gid, metadata.len(), times)
+        })
+    }
+
+    /// Checks that a draft may still become the result, and then does `then` with its file.
+    fn on_draft(
+        &self,
+        handle: u64,
+        then: impl FnOnce(&std::fs::File) -> Result<(), Error>,
+        done: impl FnOnce(Result<(), Error>) + Send + 'static,
+    ) {
+        let open = self.with_handle(handle, |open| match open {
+            Open::Draft(draft) => Some((draft.key, Arc::clone(&draft.file))),
+            _ => None,
+        });
+        let Some((key, file)) = open.flatten() else { return done(Err(Error::Denied)) };
+        // Nothing is decided between the check and the write: one thread reads requests.
+        let now = clock::now();
+        let checked = self.engine.view(key, |entry, _| entry.state.check_draft(Handle(handle), now));
+        let result = checked.unwrap_or(Err(Error::Stale));
+        if result == Err(Error::Stale) {
+            self.note_stale(key, now);
+        }
+        done(result.and_then(|_| then(&file)));
+    }
+
+    pub(super) fn write_draft(
+        &self,
+        req: &Request,
+        handle: u64,
+        offset: u64,
+        data: &[u8],
+        append: bool,
+        reply: ReplyWrite,
+    ) {
+        let writer = self.processes.identify(req.pid()).process.pid;
+        self.with_handle(handle, |open| {
+            if let Open::Draft(draft) = open {
+                draft.writers.insert(writer);
+            }
+        });
+        let max = self.engine.max_result();
+        let write = |file: &std::fs::File| {
+            let offset = if append { file.metadata()?.len() } else { offset };
+            if offset.saturating_add(data.len() as u64) > max {
+                return Err(Error::TooLarge("a result has at most as many bytes as --max-result says"));
+            }
+            Ok(file.write_all_at(data, offset)?)
+        };
+        let length = u32::try_from(data.len()).unwrap_or(0);
+        self.on_draft(handle, write, move |result| match result {
+            Ok(()) => reply.written(length),
+            Err(error) => reply.error(errno(&error)),
+        });
+    }
+
+    pub(super) fn change_result(&self, node: Node, change: Change, reply: ReplyAttr) {
+        let (Some(handle), Some(size)) = (change.handle, change.size) else { return reply.error(Errno::EPERM) };
+        if size > self.engine.max_result() {
+            return reply.error(Errno::EFBIG);
+        }
+        let fs = self.clone();
+        let done = move |result: Result<_, Error>| match result.map(|()| fs.draft_attributes(node, handle)) {
+            Ok(Some(attr)) => reply.attr(&NEVER, &attr),
+            Ok(None) => reply.error(Errno::EPERM),
+            Err(error) => reply.error(errno(&error)),
+        };
+        self.on_draft(handle, |file| Ok(file.set_len(size)?), done);
+    }
+
+    pub(super) fn read_bytes(&self, handle: u64, offset: u64, size: u32, reply: ReplyData) {
+        let file = self.with_handle(handle, |open| match open {
+            Open::Draft(draft) => Some(Arc::clone(&draft.file)),
+            Open::Result(file) => Some(Arc::clone(file)),
+            _ => None,
+        });
+        let Some(file) = file.flatten() else { return reply.error(Errno::EBADF) };
+        let mut buffer = vec![0; size as usize];
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match file.read_at(&mut buffer[filled..], offset + filled as u64) {
+                Ok(0) => break,
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return reply.error(errno(&Error::from(error))),
+            }
+        }
+        reply.data(&buffer[..filled]);
+    }
+
+    /// `fsync` commits, and its error is the answer.
+    pub(super) fn sync_draft(&self, handle: u64, reply: ReplyEmpty) {
+        self.commit_draft(handle, move |result| finish(reply, result));
+    }
+
+    fn commit_draft(&self, handle: u64, done: impl FnOnce(Result<(), Error>) + Send + 'static) {
+        let open = self.with_handle(handle, |open| match open {
+            Open::Draft(draft) => Some((draft.key, draft.committed, draft.file.metadata().map(|m| m.len()))),
+            _ => None,
+        });
+        let (key, size) = match open.flatten() {
+            // A second fsync of what is committed has nothing to do.
+            Some((_, true, _)) => return done(Ok(())),
+            Some((key, false, Ok(size))) => (key, size),
+            Some((_, false, Err(error))) => return done(Err(Error::from(error))),
+            None => return done(Err(Error::Denied)),
+        };
+        let fs = self.clone();
+        let committed = move |result: Result<_, Error>| {
+            if result.is_ok() {
+                fs.with_handle(handle, |open| {
+                    if let Open::Draft(draft) = open {
+                        draft.committed = true;
+                    }
+                });
+            }
+            done(result.map(drop));
+        };
+        self.engine.submit(key, Input::Commit { handle: Handle(handle), size }, clock::now(), Box::new(committed));
+    }
+
+    /// One copy of a write handle is closed. Where a signal killed the process that wrote, nothing is committed later.
+    pub(super) fn flush_draft(&self, req: &Request, handle: u64, reply: ReplyEmpty) {
+        if process::is_killed(req.pid()) {
+            let pid = self.processes.identify(req.pid()).process.pid;
+            self.with_handle(handle, |open| {
+                if let Open::Draft(draft) = open {
+                    // A draft nobody wrote to is its opener's.
+                    draft.killed |= draft.writers.is_empty() || draft.writers.contains(&pid);
+                }
+            });
+        }
+        reply.ok();
+    }
+
+    /// The last copy of a write handle is gone: what was not committed is, unless its writer was killed.
+    pub(super) fn close_draft(&self, draft: Draft, handle: u64, reply: ReplyEmpty) {
+        let fs = self.clone();
+        let key = draft.key;
+        let close = move || {
+            fs.engine.submit(
+                key,
+                Input::CloseDraft { handle: Handle(handle) },
+                clock::now(),
+                Box::new({
+                    let fs = fs.clone();
+                    move |result| {
+                        fs.engine.results.discard(Handle(handle));
+                        finish(reply, result);
+                    }
+                }),
+            );
+        };
+        if draft.killed || draft.committed {
+            return close();
+        }
+        let size = match draft.file.metadata() {
+            Ok(metadata) => metadata.len(),
+            Err(_) => return close(),
+        };
+        let commit = Input::Commit { handle: Handle(handle), size };
+        self.engine.submit(key, commit, clock::now(), Box::new(move |_| close()));
+    }
+
+    pub(super) fn read_latest(&self, key: KeyId, reply: ReplyData) {
+        let fs = self.clone();
+        self.engine.when_settled(
+            key,
+            clock::now(),
+            Box::new(move || match fs.engine.view(key, |entry, _| entry.state.latest_result).flatten() {
+                Some((epoch, _)) => reply.data(epoch.to_string().as_bytes()),
+                None => reply.error(Errno::ENOENT),
+            }),
+        );
+    }
+}

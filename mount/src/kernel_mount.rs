@@ -1,0 +1,280 @@
+//! Mounting and unmounting: `mount(2)` as root, `fusermount3` otherwise.
+//!
+//! The mount is made here and not by fuser, because whoever holds `/dev/fuse` need not be the process that answers.
+
+use std::fs::OpenOptions;
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::unistd::{getegid, geteuid};
+
+/// The filesystem type in `/proc/self/mountinfo`.
+pub const FS_TYPE: &str = "fuse.leasefs";
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Every uid may use the tree.
+    pub allow_other: bool,
+    /// Further options, as `-o` gives them.
+    pub extra: Vec<String>,
+}
+
+/// Checks that a directory can be mounted on.
+///
+/// # Errors
+/// What is wrong with it and what to do.
+pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
+    let shown = path.display();
+    let metadata = match std::fs::metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => bail!(
+            "{shown} is a mount whose server is gone: end the processes that use it, then `leasefs unmount {shown}`"
+        ),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => bail!("{shown} does not exist: mkdir it first"),
+        Err(error) => bail!("{shown}: {error}"),
+    };
+    if !metadata.is_dir() {
+        bail!("{shown} is not a directory: give an empty directory");
+    }
+    let path = path.canonicalize().with_context(|| format!("{shown}"))?;
+    if find(&path)?.is_some() {
+        bail!("{shown} is already a leasefs mount: use it, or `leasefs unmount {shown}` first");
+    }
+    let is_mountpoint = path
+        .parent()
+        .is_some_and(|parent| std::fs::metadata(parent).is_ok_and(|parent| parent.dev() != metadata.dev()));
+    if is_mountpoint && mounts()?.iter().any(|mount| mount.path == path) {
+        bail!("{shown} is already a mountpoint: unmount it, or give another directory");
+    }
+    let mut entries = std::fs::read_dir(&path).with_context(|| format!("{shown}"))?;
+    if entries.next().is_some() {
+        bail!("{shown} is not empty: give an empty directory");
+    }
+    Ok(path)
+}
+
+/// Mounts and gives the connection to the kernel.
+///
+/// # Errors
+/// What is wrong and what to do.
+pub fn connect(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
+    if !Path::new("/dev/fuse").exists() {
+        bail!("/dev/fuse does not exist: load the module (`modprobe fuse`), or give the container --device /dev/fuse");
+    }
+    if geteuid().is_root() { mount_direct(mountpoint, options) } else { mount_helper(mountpoint, options) }
+}
+
+fn mount_direct(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
+    let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").context("cannot open /dev/fuse")?;
+    let mode = std::fs::metadata(mountpoint)?.mode();
+    let (flags, extra) = split_flags(&options.extra)?;
+    let mut data = format!(
+        "fd={},rootmode={:o},user_id={},group_id={},default_permissions",
+        device.as_raw_fd(),
+        mode & libc::S_IFMT,
+        geteuid(),
+        getegid()
+    );
+    if options.allow_other {
+        data.push_str(",allow_other");
+    }
+    for option in extra {
+        data.push(',');
+        data.push_str(&option);
+    }
+    mount(Some("leasefs"), mountpoint, Some(FS_TYPE), flags, Some(data.as_str())).map_err(|errno| match errno {
+        nix::Error::EPERM => anyhow::anyhow!(
+            "not permitted to mount on {}: run as root, or in a container with CAP_SYS_ADMIN",
+            mountpoint.display()
+        ),
+        nix::Error::EINVAL => {
+            anyhow::anyhow!("the kernel refuses the mount options: check -o {}", options.extra.join(","))
+        }
+        errno => anyhow::anyhow!("cannot mount on {}: {errno}", mountpoint.display()),
+    })?;
+    Ok(device.into())
+}
+
+/// Splits `-o` options into flags of `mount(2)` and what fuse itself reads.
+fn split_flags(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
+    let mut flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
+    let mut rest = Vec::new();
+    for option in options {
+        match option.as_str() {
+            "rw" | "async" | "exec" | "atime" | "nodev" | "nosuid" | "default_permissions" => {}
+            "ro" => flags |= MsFlags::MS_RDONLY,
+            "noexec" => flags |= MsFlags::MS_NOEXEC,
+            "noatime" => flags |= MsFlags::MS_NOATIME,
+            "sync" => flags |= MsFlags::MS_SYNCHRONOUS,
+            "dirsync" => flags |= MsFlags::MS_DIRSYNC,
+            "dev" => flags -= MsFlags::MS_NODEV,
+            "suid" => flags -= MsFlags::MS_NOSUID,
+            other if other.starts_with("max_read=") || other.starts_with("context=") => rest.push(other.to_owned()),
+            other => bail!(
+                "-o {other} is not known: use ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES or context=LABEL"
+            ),
+        }
+    }
+    Ok((flags, rest))
+}
+
+fn mount_helper(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
+    let (ours, theirs) = UnixStream::pair()?;
+    split_flags(&options.extra)?;
+    let mut list = vec!["fsname=leasefs".to_owned(), "subtype=leasefs".into(), "default_permissions".into()];
+    if options.allow_other {
+        list.push("allow_other".into());
+    }
+    list.extend(options.extra.iter().cloned());
+    let fd = theirs.as_raw_fd();
+    let mut command = Command::new("fusermount3");
+    command.arg("-o").arg(list.join(",")).arg("--").arg(mountpoint).env("_FUSE_COMMFD", fd.to_string());
+    // SAFETY: between fork and exec only fcntl(2) is called, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(
+            move || {
+                if libc::fcntl(fd, libc::F_SETFD, 0) < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+            },
+        );
+    }
+    let output = match command.output() {
+        Ok(output) => output,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            bail!("fusermount3 is not installed: install the package fuse3, or mount as root")
+        }
+        Err(error) => bail!("fusermount3: {error}"),
+    };
+    drop(theirs);
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let said = said.trim().replace('\n', "; ");
+        if said.contains("user_allow_other") {
+            bail!("--allow-other needs `user_allow_other` in /etc/fuse.conf: add that line, or mount as root");
+        }
+        bail!("{said}");
+    }
+    receive_fd(&ours).context("fusermount3 passed no connection")
+}
+
+fn receive_fd(socket: &UnixStream) -> Result<OwnedFd> {
+    let mut byte = [0];
+    let mut iov = [IoSliceMut::new(&mut byte)];
+    let mut space = nix::cmsg_space!(RawFd);
+    let message = recvmsg::<()>(socket.as_raw_fd(), &mut iov, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    for part in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(fds) = part
+            && let Some(fd) = fds.first()
+        {
+            // SAFETY: the kernel just put this descriptor into our table, and nothing else owns it.
+            return Ok(unsafe { OwnedFd::from_raw_fd(*fd) });
+        }
+    }
+    bail!("no descriptor came with the message")
+}
+
+/// Unmounts. With `detach` the tree is taken out of the namespace at once and ends with its last open file.
+///
+/// # Errors
+/// Those of `umount2(2)`, `EBUSY` above all.
+pub fn disconnect(mountpoint: &Path, detach: bool) -> io::Result<()> {
+    let flags = if detach { MntFlags::MNT_DETACH } else { MntFlags::UMOUNT_NOFOLLOW };
+    match umount2(mountpoint, flags) {
+        Err(nix::Error::EPERM) if !geteuid().is_root() => {
+            let mut command = Command::new("fusermount3");
+            command.arg(if detach { "-uz" } else { "-u" }).arg("--").arg(mountpoint);
+            let output = command.output()?;
+            if output.status.success() {
+                return Ok(());
+            }
+            let said = String::from_utf8_lossy(&output.stderr);
+            let errno = if said.contains("busy") { libc::EBUSY } else { libc::EPERM };
+            Err(io::Error::from_raw_os_error(errno))
+        }
+        result => result.map_err(io::Error::from),
+    }
+}
+
+/// A mount as `/proc/self/mountinfo` lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mounted {
+    /// Where.
+    pub path: PathBuf,
+    /// Filesystem type.
+    pub fs_type: String,
+    /// Device number, `major:minor`.
+    pub device: String,
+}
+
+/// Every mount of this mount namespace.
+///
+/// # Errors
+/// Where `/proc` cannot be read.
+pub fn mounts() -> io::Result<Vec<Mounted>> {
+    let text = std::fs::read("/proc/self/mountinfo")?;
+    Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
+}
+
+/// The leasefs mount on this path, if it is one.
+///
+/// # Errors
+/// Where `/proc` cannot be read.
+pub fn find(path: &Path) -> io::Result<Option<Mounted>> {
+    Ok(mounts()?.into_iter().rev().find(|mount| mount.path == path && mount.fs_type == FS_TYPE))
+}
+
+fn parse(line: &[u8]) -> Option<Mounted> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let device = String::from_utf8(fields.nth(2)?.to_vec()).ok()?;
+    let path = unescape(fields.nth(1)?);
+    let fs_type = String::from_utf8(fields.skip_while(|field| *field != b"-").nth(1)?.to_vec()).ok()?;
+    Some(Mounted { path: PathBuf::from(std::ffi::OsStr::from_bytes(&path)), fs_type, device })
+}
+
+/// Undoes the kernel's `\040` for blank, tab, newline and backslash.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        let octal = after.get(..3).filter(|_| *first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                out.push(byte);
+                rest = &after[3..];
+            }
+            None => {
+                out.push(*first);
+                rest = after;
+            }
+        }
+    }
+    out
+}
+
+/// Whether the kernel would abort the connection because one request waits for long (Linux 6.15 and later).
+pub fn request_timeout_s() -> u64 {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/sys/fs/fuse/{name}")).ok();
+    read("max_request_timeout").and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mount_with_blanks_in_its_path_is_found() {
+        let line = br"36 35 98:0 / /mnt/a\040b\134c rw,noatime shared:1 - fuse.leasefs leasefs rw";
+        let mounted = parse(line).expect("a mount");
+        assert_eq!(mounted.path, Path::new(r"/mnt/a b\c"));
+        assert_eq!((mounted.fs_type.as_str(), mounted.device.as_str()), ("fuse.leasefs", "98:0"));
+    }
+}

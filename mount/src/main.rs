@@ -1,0 +1,16 @@
+//! The `leasefs` binary: see [`cli`] for its commands, [`server`] for what serves a mount.
+
+mod cli;
+mod clock;
+mod errno;
+mod fs;
+mod ino;
+mod kernel_mount;
+mod process;
+mod server;
+mod timekeeper;
+mod watcher;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}

@@ -1,0 +1,241 @@
+//! What `/proc` tells of a process: who it is, whether a signal waits for it, how it ends.
+//!
+//! A process is told from a later one of the same number by files of `/proc` kept open: reading one whose process is
+//! gone fails, whatever runs under the number by then. What cannot be seen proves nothing.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use leasefs::machine::{Process, Why};
+use parking_lot::Mutex;
+
+/// Most processes remembered.
+const CAPACITY: usize = 512;
+/// Longest command shown, in bytes.
+const MAX_COMMAND: usize = 256;
+/// `PF_SIGNALED` in field 9 of `/proc/PID/stat`: a signal killed it.
+const PF_SIGNALED: u64 = 0x400;
+/// `PF_EXITING`.
+const PF_EXITING: u64 = 0x4;
+
+/// A thread's process and what it runs.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// The process; all 0 where the thread cannot be seen.
+    pub process: Process,
+    /// Its command line.
+    pub command: Arc<str>,
+}
+
+struct Known {
+    comm_file: File,
+    comm: Vec<u8>,
+    seen: Seen,
+}
+
+/// Processes seen lately.
+#[derive(Default)]
+pub struct Processes {
+    known: Mutex<HashMap<u32, Known>>,
+    stat_files: Mutex<HashMap<u32, (u64, File)>>,
+}
+
+impl Processes {
+    /// The process a thread belongs to. The thread is waiting for the server's answer, so it is there, unless it is in
+    /// a pid namespace the server does not see.
+    pub fn identify(&self, tid: u32) -> Seen {
+        let mut known = self.known.lock();
+        let mut comm = [0; 32];
+        if let Some(found) = known.get(&tid)
+            && let Ok(length) = found.comm_file.read_at(&mut comm, 0)
+            && found.comm == comm[..length]
+        {
+            return found.seen.clone();
+        }
+        if known.len() >= CAPACITY {
+            known.clear();
+        }
+        match Known::read(tid) {
+            Ok(new) => {
+                let seen = new.seen.clone();
+                known.insert(tid, new);
+                seen
+            }
+            Err(_) => Seen { process: Process::default(), command: Arc::from("") },
+        }
+    }
+
+    /// How a handle went that this process opened: `closed`, `exited`, or `killed by signal N`.
+    pub fn why_gone(&self, process: Process) -> Why {
+        if process.pid == 0 {
+            return Why::from("closed");
+        }
+        let mut files = self.stat_files.lock();
+        if files.get(&process.pid).is_none_or(|(start, _)| *start != process.start_time) {
+            if files.len() >= CAPACITY {
+                files.clear();
+            }
+            if let Ok(file) = File::open(format!("/proc/{}/stat", process.pid)) {
+                files.insert(process.pid, (process.start_time, file));
+            }
+        }
+        let stat = files.get(&process.pid).and_then(|(_, file)| Stat::read(file).ok());
+        match stat {
+            Some(stat) if stat.start_time == process.start_time => stat.why(),
+            _ => Why::from("exited"),
+        }
+    }
+}
+
+impl Known {
+    fn read(tid: u32) -> io::Result<Known> {
+        let comm_file = File::open(format!("/proc/{tid}/comm"))?;
+        let mut comm = vec![0; 32];
+        let length = comm_file.read_at(&mut comm, 0)?;
+        comm.truncate(length);
+        let status = fs::read_to_string(format!("/proc/{tid}/status"))?;
+        let pid = field(&status, "Tgid:").and_then(|value| value.parse().ok()).unwrap_or(tid);
+        let stat = Stat::read(&File::open(format!("/proc/{pid}/stat"))?)?;
+        let command = command_line(pid).unwrap_or_else(|| String::from_utf8_lossy(&comm).trim_end().to_owned());
+        let process = Process { pid, start_time: stat.start_time };
+        Ok(Known { comm_file, comm, seen: Seen { process, command: Arc::from(command) } })
+    }
+}
+
+fn command_line(pid: u32) -> Option<String> {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).ok().filter(|bytes| !bytes.is_empty())?;
+    let line = String::from_utf8_lossy(&bytes).trim_end_matches('\0').replace(|c: char| c.is_control(), " ");
+    let end = (0..=MAX_COMMAND.min(line.len())).rev().find(|at| line.is_char_boundary(*at))?;
+    Some(line[..end].to_owned())
+}
+
+/// The fields of `/proc/PID/stat` that matter here.
+struct Stat {
+    flags: u64,
+    zombie: bool,
+    start_time: u64,
+    /// As `wait(2)` gives it, for the whole process; 0 while it runs.
+    exit_code: i64,
+}
+
+impl Stat {
+    fn read(file: &File) -> io::Result<Stat> {
+        let mut buffer = [0; 1024];
+        let length = file.read_at(&mut buffer, 0)?;
+        let text = String::from_utf8_lossy(&buffer[..length]);
+        // The command in parentheses may hold anything, also spaces and parentheses.
+        let after = text.rsplit_once(") ").map(|(_, after)| after).ok_or(io::ErrorKind::InvalidData)?;
+        let fields: Vec<&str> = after.split_ascii_whitespace().collect();
+        let number = |index: usize| fields.get(index).and_then(|value| value.parse::<i64>().ok()).unwrap_or(0);
+        Ok(Stat {
+            zombie: matches!(fields.first(), Some(&"Z" | &"X")),
+            flags: number(6).cast_unsigned(),
+            start_time: number(19).cast_unsigned(),
+            exit_code: number(49),
+        })
+    }
+
+    fn signal(&self) -> i64 {
+        self.exit_code & 0x7f
+    }
+
+    fn why(&self) -> Why {
+        if !self.zombie && self.flags & PF_EXITING == 0 {
+            return Why::from("closed");
+        }
+        match self.signal() {
+            0 => Why::from("exited"),
+            signal => Why::from(format!("killed by signal {signal}")),
+        }
+    }
+}
+
+/// Whether a thread that is closing a file does so because a signal killed its process.
+///
+/// Threads of a process that exits by itself are ended by the kernel with a signal of its own, so the flag alone would
+/// take them for killed: the exit code of the process decides.
+pub fn is_killed(tid: u32) -> bool {
+    File::open(format!("/proc/{tid}/stat"))
+        .and_then(|file| Stat::read(&file))
+        .is_ok_and(|stat| stat.flags & PF_SIGNALED != 0 && stat.signal() != 0)
+}
+
+/// The supplementary groups of a thread; none where it cannot be seen.
+pub fn groups(tid: u32) -> Vec<u32> {
+    let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+    let groups = field(&status, "Groups:").unwrap_or_default();
+    groups.split_ascii_whitespace().filter_map(|group| group.parse().ok()).collect()
+}
+
+/// A thread that waits for an answer, watched for signals.
+pub struct Watched(File);
+
+impl Watched {
+    /// Begins to watch.
+    ///
+    /// # Errors
+    /// Where the thread cannot be seen.
+    pub fn open(tid: u32) -> io::Result<Watched> {
+        File::open(format!("/proc/{tid}/status")).map(Watched)
+    }
+
+    /// Whether a signal waits for it that is neither blocked nor ignored. A thread that is gone counts as signalled.
+    pub fn has_signal(&self) -> bool {
+        let mut buffer = [0; 4096];
+        let Ok(length) = self.0.read_at(&mut buffer, 0) else { return true };
+        let text = String::from_utf8_lossy(&buffer[..length]);
+        let mask = |name: &str| field(&text, name).and_then(|hex| u64::from_str_radix(hex, 16).ok()).unwrap_or(0);
+        let pending = mask("SigPnd:") | mask("ShdPnd:");
+        pending & !mask("SigBlk:") & !mask("SigIgn:") != 0
+    }
+}
+
+fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_identified_by_any_of_its_threads() {
+        let processes = Processes::default();
+        let own = std::process::id();
+        let by_thread = std::thread::spawn(|| nix::unistd::gettid().as_raw().cast_unsigned()).join();
+        let seen = processes.identify(own);
+        assert_eq!(seen.process.pid, own);
+        assert!(seen.process.start_time > 0);
+        let here = nix::unistd::gettid().as_raw().cast_unsigned();
+        assert_eq!(processes.identify(here).process, seen.process);
+        assert!(by_thread.is_ok());
+        assert_eq!(&*processes.why_gone(seen.process), "closed");
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_seen_is_nobody() {
+        assert_eq!(Processes::default().identify(0).process, Process::default());
+    }
+
+    #[test]
+    fn how_a_child_ended_is_read_while_it_is_a_zombie() {
+        let processes = Processes::default();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep runs");
+        let process = processes.identify(child.id()).process;
+        child.kill().expect("kill");
+        let mut why = processes.why_gone(process);
+        for _ in 0..1_000 {
+            if &*why != "closed" {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(2));
+            why = processes.why_gone(process);
+        }
+        assert_eq!(&*why, "killed by signal 9");
+        child.wait().expect("wait");
+        assert_eq!(&*processes.why_gone(process), "exited");
+    }
+}

@@ -1,0 +1,180 @@
+//! What happened lately, for `.leasefs/events`: a bounded ring that readers follow by number.
+
+use std::collections::VecDeque;
+
+use serde::Serialize;
+
+use crate::ids::Epoch;
+use crate::key::Key;
+use crate::machine::{Notice, Outcome};
+use crate::time::{Now, rfc3339};
+
+/// Most events kept for readers that are behind.
+pub const CAPACITY: usize = 16_384;
+
+/// One event. Kept small; it is written as JSON when it is read.
+#[derive(Clone, Debug)]
+pub struct Event {
+    seq: u64,
+    wall_ms: i64,
+    kind: Kind,
+    key: Key,
+    epoch: Epoch,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// An attempt began.
+    Granted,
+    /// An exclusive create or a lock that would not wait was refused.
+    Denied,
+    /// A lock request waits.
+    Waiting,
+    /// A lease was renewed.
+    Renewed,
+    /// An attempt ended by its holder.
+    Released,
+    /// An attempt's TTL ran out.
+    Expired,
+    /// An operator ended an attempt.
+    Evicted,
+    /// A result was committed.
+    Completed,
+    /// The key of a completed attempt is finished: its handles are closed.
+    Finished,
+    /// An attempt was lost with its connection.
+    Lost,
+    /// A superseded or expired handle was refused.
+    Stale,
+    /// A shared lock was granted.
+    Shared,
+    /// A shared lock was given back.
+    Unshared,
+    /// A finished key was unlinked.
+    Forgotten,
+}
+
+impl Kind {
+    /// The event a notice of the state machine stands for, with its epoch.
+    pub fn of(notice: Notice, newest: Epoch) -> (Kind, Epoch) {
+        match notice {
+            Notice::Granted(epoch) => (Kind::Granted, epoch),
+            Notice::Renewed(epoch) => (Kind::Renewed, epoch),
+            Notice::Completed(epoch) => (Kind::Completed, epoch),
+            Notice::Forgotten(epoch) => (Kind::Forgotten, epoch),
+            Notice::Waiting => (Kind::Waiting, newest),
+            Notice::Shared => (Kind::Shared, newest),
+            Notice::Unshared => (Kind::Unshared, newest),
+            Notice::Ended(epoch, outcome) => {
+                let kind = match outcome {
+                    Outcome::Released => Kind::Released,
+                    Outcome::Completed => Kind::Finished,
+                    Outcome::Expired => Kind::Expired,
+                    Outcome::Evicted => Kind::Evicted,
+                    Outcome::Lost => Kind::Lost,
+                };
+                (kind, epoch)
+            }
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Line<'a> {
+    seq: u64,
+    time: String,
+    event: Kind,
+    key: &'a str,
+    epoch: u64,
+}
+
+/// The ring.
+#[derive(Debug, Default)]
+pub struct Events {
+    ring: VecDeque<Event>,
+    next: u64,
+}
+
+impl Events {
+    /// Appends an event.
+    pub fn push(&mut self, now: Now, kind: Kind, key: &Key, epoch: Epoch) {
+        if self.ring.len() == CAPACITY {
+            self.ring.pop_front();
+        }
+        self.ring.push_back(Event { seq: self.next, wall_ms: now.wall_ms, kind, key: key.clone(), epoch });
+        self.next += 1;
+    }
+
+    /// The number the next event will have: where a new reader starts.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// Whole JSON lines from number `from` on, at most `limit` bytes of them, and where to go on. A reader that fell
+    /// behind is told how many it missed. Empty when there is nothing new.
+    pub fn read(&self, from: u64, limit: usize) -> (String, u64) {
+        let mut text = String::new();
+        let first = self.next - self.ring.len() as u64;
+        let mut at = from;
+        if at < first {
+            text = format!("{{\"event\":\"gap\",\"missed\":{}}}\n", first - at);
+            at = first;
+        }
+        let skip = usize::try_from(at - first).unwrap_or(usize::MAX);
+        for event in self.ring.iter().skip(skip) {
+            let line = Line {
+                seq: event.seq,
+                time: rfc3339(event.wall_ms),
+                event: event.kind,
+                key: event.key.as_str(),
+                epoch: event.epoch.0,
+            };
+            let json = serde_json::to_string(&line).unwrap_or_default();
+            if !text.is_empty() && text.len() + json.len() + 1 > limit {
+                break;
+            }
+            text.push_str(&json);
+            text.push('\n');
+            at += 1;
+        }
+        (text, at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_that_fell_behind_is_told() {
+        let mut events = Events::default();
+        let key = Key::parse("k").unwrap();
+        for _ in 0..CAPACITY + 5 {
+            events.push(Now::default(), Kind::Granted, &key, Epoch(1));
+        }
+        let (text, at) = events.read(0, 100);
+        assert_eq!(text.lines().next(), Some("{\"event\":\"gap\",\"missed\":5}"));
+        let (rest, end) = events.read(at, usize::MAX);
+        assert_eq!((rest.lines().count() as u64 + at, end), (events.next(), events.next()));
+    }
+
+    #[test]
+    fn lines_are_never_cut() {
+        let mut events = Events::default();
+        let key = Key::parse("k").unwrap();
+        for epoch in 1..=10 {
+            events.push(Now::default(), Kind::Released, &key, Epoch(epoch));
+        }
+        let mut at = 0;
+        let mut seen = 0;
+        while at < events.next() {
+            let (text, next) = events.read(at, 150);
+            assert!(text.ends_with("}\n"));
+            seen += text.lines().count();
+            at = next;
+        }
+        assert_eq!(seen, 10);
+    }
+}

@@ -1,0 +1,190 @@
+//! How an attempt ends, and the result that outlives it (§5, §6).
+//!
+//! Every ending goes through [`KeyState::end`], and every one that is not the holder's own compares the epoch first.
+
+use super::attempt::{Outcome, Process, ResultMeta, Why};
+use super::state::KeyState;
+use super::{Change, Context, Effects, Notice, Reply};
+use crate::error::Error;
+use crate::ids::{Epoch, Handle};
+use crate::time::Now;
+
+impl KeyState {
+    /// The holder gives the key back: closed, unlocked or unlinked. An open draft keeps the attempt alive (§6).
+    pub(super) fn release(&mut self, why: Why, context: Context, fx: &mut Effects) {
+        let Some(attempt) = &mut self.attempt else { return };
+        attempt.held = false;
+        attempt.why = Some(why);
+        let kept = attempt.clone();
+        if self.live().is_some() {
+            fx.changes.push(Change::Renewed(Box::new(kept)));
+        } else {
+            self.end(Outcome::Released, context, fx);
+        }
+    }
+
+    /// Records the end of the newest attempt. A committed result outweighs any other outcome.
+    fn end(&mut self, outcome: Outcome, context: Context, fx: &mut Effects) {
+        let Some(attempt) = &mut self.attempt else { return };
+        let outcome = if attempt.result.is_some() { Outcome::Completed } else { outcome };
+        attempt.held = false;
+        attempt.orphaned = false;
+        attempt.outcome = Some(outcome);
+        attempt.ended = Some(context.now);
+        self.finished = outcome == Outcome::Completed;
+        fx.changes.push(Change::Ended(Box::new(attempt.clone())));
+        fx.notices.push(Notice::Ended(attempt.epoch, outcome));
+    }
+
+    /// Ends the live attempt against its holder's will: its handle is told `ESTALE` from now on.
+    fn cut_off(&mut self, outcome: Outcome, why: Why, context: Context, fx: &mut Effects) {
+        let Some(attempt) = &mut self.attempt else { return };
+        if attempt.held {
+            self.lost.insert(attempt.handle);
+        }
+        attempt.registered = false;
+        attempt.why = Some(why);
+        self.end(outcome, context, fx);
+        self.advance(context, fx);
+    }
+
+    pub(super) fn expire_if_due(&mut self, context: Context, fx: &mut Effects) {
+        if self.live().is_some_and(|attempt| attempt.is_due(context.now)) {
+            self.cut_off(Outcome::Expired, "ttl ran out".into(), context, fx);
+        }
+    }
+
+    /// Ends attempt `epoch` if it is the one alive: a compare-and-set on the epoch (I-CAS-GUARDED).
+    pub(super) fn cut(
+        &mut self,
+        epoch: Epoch,
+        outcome: Outcome,
+        why: Why,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        if self.live().is_none_or(|attempt| attempt.epoch != epoch) {
+            return Err(Error::Stale);
+        }
+        self.cut_off(outcome, why, context, fx);
+        Ok(Reply::Done)
+    }
+
+    pub(super) fn close(
+        &mut self,
+        handle: Handle,
+        why: Why,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        self.lost.remove(&handle);
+        self.drop_handle(handle, fx);
+        if self.held_by(handle).is_some() {
+            self.release(why, context, fx);
+        }
+        self.advance(context, fx);
+        Ok(Reply::Done)
+    }
+
+    pub(super) fn unlink(
+        &mut self,
+        process: Process,
+        may_forget: bool,
+        uid: u32,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        if let Some(attempt) = self.live() {
+            if !(attempt.held && attempt.claimant.includes(process)) {
+                return Err(Error::Busy);
+            }
+            self.release("unlinked".into(), context, fx);
+            self.advance(context, fx);
+            return Ok(Reply::Done);
+        }
+        if !self.finished {
+            return Err(Error::NotFound);
+        }
+        if !may_forget && self.attempt.as_ref().is_none_or(|attempt| attempt.claimant.uid != uid) {
+            return Err(Error::Denied);
+        }
+        self.finished = false;
+        fx.changes.push(Change::Finished(false));
+        fx.notices.push(Notice::Forgotten(self.epoch));
+        Ok(Reply::Done)
+    }
+
+    pub(super) fn open_draft(
+        &mut self,
+        handle: Handle,
+        epoch: Epoch,
+        uid: u32,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        if epoch == Epoch(0) || epoch > self.epoch {
+            return Err(Error::NotFound);
+        }
+        let was_live = self.live().is_some();
+        let Some(attempt) = self.attempt.as_mut().filter(|attempt| attempt.epoch == epoch) else {
+            return Err(Error::Stale);
+        };
+        if attempt.result.is_some() {
+            return Err(Error::NotPermitted);
+        }
+        if !attempt.is_registered(context.now) {
+            return Err(Error::Stale);
+        }
+        if uid != 0 && uid != attempt.claimant.uid {
+            return Err(Error::Denied);
+        }
+        self.drafts.insert(handle, epoch);
+        if !was_live {
+            attempt.outcome = None;
+            attempt.ended = None;
+            fx.changes.push(Change::Revived(Box::new(attempt.clone())));
+        }
+        Ok(Reply::Done)
+    }
+
+    /// Whether a draft may still become the result: asked before every write and at the commit (§6).
+    ///
+    /// # Errors
+    /// [`Error::Stale`] once the attempt is superseded, expired or evicted; [`Error::NotPermitted`] once it has a result.
+    pub fn check_draft(&self, handle: Handle, now: Now) -> Result<Epoch, Error> {
+        let epoch = self.drafts.get(&handle).copied().ok_or(Error::Stale)?;
+        let attempt = self.attempt.as_ref().filter(|attempt| attempt.epoch == epoch).ok_or(Error::Stale)?;
+        if attempt.result.is_some() {
+            return Err(Error::NotPermitted);
+        }
+        if attempt.is_registered(now) { Ok(epoch) } else { Err(Error::Stale) }
+    }
+
+    pub(super) fn commit(
+        &mut self,
+        handle: Handle,
+        size: u64,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        let epoch = self.check_draft(handle, context.now)?;
+        let attempt = self.attempt.as_mut().ok_or(Error::Stale)?;
+        let result = ResultMeta { size, committed_ms: context.now.wall_ms };
+        attempt.result = Some(result);
+        attempt.outcome = Some(Outcome::Completed);
+        fx.notices.push(Notice::Completed(attempt.epoch));
+        fx.changes.push(Change::Committed(Box::new(attempt.clone()), handle));
+        self.latest_result = Some((epoch, result));
+        Ok(Reply::Done)
+    }
+
+    pub(super) fn close_draft(&mut self, handle: Handle, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        let was_live = self.live().is_some();
+        self.drafts.remove(&handle);
+        if was_live && self.live().is_none() {
+            self.end(Outcome::Released, context, fx);
+        }
+        self.advance(context, fx);
+        Ok(Reply::Done)
+    }
+}

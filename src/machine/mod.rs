@@ -1,0 +1,281 @@
+//! The rules of one key, as a pure state machine: a state, an input and the time give a new state and its effects.
+//!
+//! No clock, no I/O, no lock: the same code serves the mount, the model tests and whoever wants to reason about it.
+//! Invariants, each from contract §7, that hold between any two inputs:
+//!
+//! - at most one handle holds the key, and then nobody shares it (I-MUTEX);
+//! - an epoch is given to one claim and never again; a renewal keeps it (I-EPOCH-UNIQ, I-RECLAIM-EPOCH, I-RENEWAL-STABLE);
+//! - a result is committed only for the newest attempt, inside its TTL, once (I-NO-GHOST-COMPLETE, I-ONE-RESULT);
+//! - nobody waits for a key that could be granted.
+//!
+//! It must not know how a state is stored, who is told of an effect, or what a process is beyond its number.
+
+mod attempt;
+mod ending;
+mod line;
+mod state;
+
+pub use attempt::{Attempt, Claimant, Outcome, Process, ResultMeta, Via, Why};
+pub use line::{Mode, Share, Waiter};
+pub use state::{KeyState, State};
+
+use crate::error::Error;
+use crate::ids::{Epoch, Handle, Owner, WaiterId};
+use crate::time::Now;
+use crate::ttl::Ttl;
+
+/// What an input is judged by besides the state: the time, and the TTL a new lease gets here.
+#[derive(Clone, Copy, Debug)]
+pub struct Context {
+    /// The time of the input.
+    pub now: Now,
+    /// The namespace's TTL for new leases.
+    pub ttl: Ttl,
+}
+
+/// Something that happens to a key.
+#[derive(Clone, Debug)]
+pub enum Input {
+    /// Only time has passed: an expiry that is due takes place.
+    Tick,
+    /// Exclusive create (§3.1).
+    Create {
+        /// The handle that will hold the lease.
+        handle: Handle,
+        /// Who asks.
+        claimant: Claimant,
+    },
+    /// A whole-file lock (§3.2).
+    Lock {
+        /// The handle that is locked.
+        handle: Handle,
+        /// The lock owner.
+        owner: Owner,
+        /// Exclusive or shared.
+        mode: Mode,
+        /// The place in line to take when it cannot be granted at once; `None` is "do not wait".
+        wait: Option<WaiterId>,
+        /// Who asks.
+        claimant: Claimant,
+    },
+    /// `LOCK_UN` (§5).
+    Unlock {
+        /// The handle.
+        handle: Handle,
+        /// The lock owner.
+        owner: Owner,
+    },
+    /// A waiter is gone or was interrupted.
+    Cancel(WaiterId),
+    /// The last copy of a claim handle was closed (§5).
+    Close {
+        /// The handle.
+        handle: Handle,
+        /// How, as far as it is known.
+        why: Why,
+    },
+    /// `unlink` of the key's file (§4).
+    Unlink {
+        /// The calling process.
+        process: Process,
+        /// The caller may forget that the key is finished: root or the namespace's owner.
+        may_forget: bool,
+        /// The caller's uid.
+        uid: u32,
+    },
+    /// `write`, `futimens` or relock on the holder handle (§4).
+    Renew {
+        /// The handle.
+        handle: Handle,
+        /// The new note, when it is a write.
+        note: Option<std::sync::Arc<str>>,
+    },
+    /// `user.lease.ttl` on the key's file (§5).
+    SetTtl {
+        /// The caller's uid.
+        uid: u32,
+        /// The new TTL, counted from now.
+        ttl: Ttl,
+    },
+    /// `leasefs evict` (§5); who may was judged before.
+    Evict {
+        /// The attempt meant: compared, never assumed.
+        epoch: Epoch,
+        /// By whom and why.
+        why: Why,
+    },
+    /// The connection was lost and the holder is proven dead, or the machine was rebooted (§5).
+    Lose {
+        /// The attempt meant.
+        epoch: Epoch,
+        /// The proof.
+        why: Why,
+    },
+    /// A result file is opened for writing (§6).
+    OpenDraft {
+        /// The write handle.
+        handle: Handle,
+        /// The attempt named by the path.
+        epoch: Epoch,
+        /// The caller's uid.
+        uid: u32,
+    },
+    /// A draft becomes the result (§6).
+    Commit {
+        /// The write handle.
+        handle: Handle,
+        /// Its size in bytes.
+        size: u64,
+    },
+    /// The last copy of a write handle was closed.
+    CloseDraft {
+        /// The write handle.
+        handle: Handle,
+    },
+}
+
+impl Input {
+    /// Whether it has happened whatever the registry says: it cannot be refused, only recorded.
+    pub fn is_fact(&self) -> bool {
+        matches!(
+            self,
+            Input::Tick
+                | Input::Unlock { .. }
+                | Input::Cancel(_)
+                | Input::Close { .. }
+                | Input::CloseDraft { .. }
+                | Input::Lose { .. }
+        )
+    }
+}
+
+/// What the caller is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reply {
+    /// Done, nothing more to say.
+    Done,
+    /// The handle now holds this new attempt.
+    Claimed(Epoch),
+    /// The handle held this attempt already; its deadline has moved.
+    Renewed(Epoch),
+    /// The handle shares the key.
+    Shared,
+    /// In line; the answer comes as a grant.
+    Queued,
+}
+
+/// What has to be recorded. In the order given; each names the attempt it is about.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// A new attempt; must be durable before its claimer is told.
+    Claimed(Box<Attempt>),
+    /// TTL, deadline or note of a live attempt.
+    Renewed(Box<Attempt>),
+    /// An attempt ended.
+    Ended(Box<Attempt>),
+    /// A draft was opened for an attempt whose handle is gone: it lives on.
+    Revived(Box<Attempt>),
+    /// A result was committed from this draft; must be durable before its writer is told.
+    Committed(Box<Attempt>, Handle),
+    /// Whether the key counts as finished.
+    Finished(bool),
+}
+
+impl Change {
+    /// Whether it can be taken back while nobody was told. The end of an attempt cannot: it has happened.
+    pub fn is_refusable(&self) -> bool {
+        !matches!(self, Change::Ended(_) | Change::Finished(_))
+    }
+
+    /// Whether it must survive a power cut before anyone is told (§3, §6).
+    pub fn is_durable(&self) -> bool {
+        matches!(self, Change::Claimed(_) | Change::Committed(..))
+    }
+}
+
+/// What others should hear of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// An attempt began.
+    Granted(Epoch),
+    /// A lease's deadline moved.
+    Renewed(Epoch),
+    /// An attempt ended, with this outcome.
+    Ended(Epoch, Outcome),
+    /// A result was committed.
+    Completed(Epoch),
+    /// A request waits in line.
+    Waiting,
+    /// A shared lock was granted.
+    Shared,
+    /// A shared lock was given back.
+    Unshared,
+    /// A finished key was unlinked.
+    Forgotten(Epoch),
+}
+
+/// The answer to a waiter.
+pub type Grant = (WaiterId, Result<Reply, Error>);
+
+/// What an input did.
+#[derive(Debug)]
+pub struct Step {
+    /// The answer to the caller.
+    pub reply: Result<Reply, Error>,
+    /// What has to be recorded, in order.
+    pub changes: Vec<Change>,
+    /// Waiters whose wait is over, in order.
+    pub grants: Vec<Grant>,
+    /// What others should hear of.
+    pub notices: Vec<Notice>,
+}
+
+/// Effects gathered while an input is applied.
+#[derive(Default)]
+struct Effects {
+    changes: Vec<Change>,
+    grants: Vec<Grant>,
+    notices: Vec<Notice>,
+}
+
+impl KeyState {
+    /// Applies an input. A refused input changes nothing but what time alone changes.
+    pub fn apply(&mut self, input: Input, context: Context) -> Step {
+        let mut fx = Effects::default();
+        let before = (self.state(context.now), self.epoch);
+        self.expire_if_due(context, &mut fx);
+        let reply = match input {
+            Input::Tick => {
+                self.advance(context, &mut fx);
+                Ok(Reply::Done)
+            }
+            Input::Create { handle, claimant } => self.create(handle, claimant, context, &mut fx),
+            Input::Lock { handle, owner, mode, wait, claimant } => {
+                let waiter = Waiter { id: wait.unwrap_or_default(), handle, owner, mode, claimant };
+                match mode {
+                    Mode::Exclusive => self.lock_exclusive(waiter, wait.is_some(), context, &mut fx),
+                    Mode::Shared => self.lock_shared(waiter, wait.is_some(), context, &mut fx),
+                }
+            }
+            Input::Unlock { handle, owner } => self.unlock(handle, owner, context, &mut fx),
+            Input::Cancel(waiter) => self.cancel(waiter, context, &mut fx),
+            Input::Close { handle, why } => self.close(handle, why, context, &mut fx),
+            Input::Unlink { process, may_forget, uid } => self.unlink(process, may_forget, uid, context, &mut fx),
+            Input::Renew { handle, note } => self.renew_handle(handle, note, context, &mut fx),
+            Input::SetTtl { uid, ttl } => self.set_ttl(uid, ttl, context, &mut fx),
+            Input::Evict { epoch, why } => self.cut(epoch, Outcome::Evicted, why, context, &mut fx),
+            Input::Lose { epoch, why } => self.cut(epoch, Outcome::Lost, why, context, &mut fx),
+            Input::OpenDraft { handle, epoch, uid } => self.open_draft(handle, epoch, uid, context, &mut fx),
+            Input::Commit { handle, size } => self.commit(handle, size, context, &mut fx),
+            Input::CloseDraft { handle } => self.close_draft(handle, context, &mut fx),
+        };
+        if before != (self.state(context.now), self.epoch) {
+            self.changes += 1;
+            self.changed_at = context.now;
+        }
+        Step { reply, changes: fx.changes, grants: fx.grants, notices: fx.notices }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,205 @@
+//! What is known of a key between two inputs, and how a new attempt begins and is renewed.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use super::attempt::{Attempt, Claimant, Outcome, ResultMeta, Via};
+use super::line::{Share, Waiter};
+use super::{Change, Context, Effects, Notice, Reply};
+use crate::error::Error;
+use crate::ids::{Epoch, Handle, Owner};
+use crate::time::Now;
+use crate::ttl::Ttl;
+
+/// A key's state as `status/KEY` names it (§2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// Nobody has it.
+    Free,
+    /// A handle holds it.
+    Held,
+    /// Shared locks are on it.
+    Shared,
+    /// Only a draft keeps its attempt alive.
+    Reporting,
+    /// Held, but its connection is gone.
+    Orphaned,
+    /// Its newest attempt committed a result.
+    Finished,
+}
+
+/// All there is to know of a key.
+#[derive(Clone, Debug, Default)]
+pub struct KeyState {
+    /// The newest epoch; 0 before the first.
+    pub epoch: Epoch,
+    /// The newest attempt, live or ended. `None` before the first, and where its row was pruned.
+    pub attempt: Option<Attempt>,
+    /// The outcome of the newest attempt before `attempt` that ended.
+    pub previous_outcome: Option<Outcome>,
+    /// The newest attempt is completed, its handles are closed, and nobody unlinked the key since.
+    pub finished: bool,
+    /// Shared locks.
+    pub sharers: Vec<Share>,
+    /// Requests that wait, in order of arrival.
+    pub line: VecDeque<Waiter>,
+    /// Handles still open that lost their lease; `ESTALE` is all they get.
+    pub lost: BTreeSet<Handle>,
+    /// Open write handles on results, with the attempt each is for.
+    pub drafts: BTreeMap<Handle, Epoch>,
+    /// The newest committed result and its attempt.
+    pub latest_result: Option<(Epoch, ResultMeta)>,
+    /// Counts changes of state or epoch, for `POLLPRI`.
+    pub changes: u64,
+    /// When the state last changed.
+    pub changed_at: Now,
+}
+
+impl KeyState {
+    /// The attempt that keeps everybody else out, if there is one: its handle or a draft is open.
+    pub fn live(&self) -> Option<&Attempt> {
+        self.attempt.as_ref().filter(|attempt| attempt.held || self.has_live_draft(attempt))
+    }
+
+    /// The newest attempt while it may still commit (§1: the registered attempt).
+    pub fn registered(&self, now: Now) -> Option<&Attempt> {
+        self.attempt.as_ref().filter(|attempt| attempt.is_registered(now))
+    }
+
+    /// The attempt held by this handle.
+    pub fn held_by(&self, handle: Handle) -> Option<&Attempt> {
+        self.attempt.as_ref().filter(|attempt| attempt.held && attempt.handle == handle)
+    }
+
+    /// The state by name. An attempt whose deadline has passed counts as ended even before its expiry was applied.
+    pub fn state(&self, now: Now) -> State {
+        match self.live().filter(|attempt| !attempt.is_due(now)) {
+            Some(attempt) if attempt.orphaned => State::Orphaned,
+            Some(attempt) if attempt.held => State::Held,
+            Some(_) => State::Reporting,
+            None if !self.sharers.is_empty() => State::Shared,
+            None if self.finished => State::Finished,
+            None => State::Free,
+        }
+    }
+
+    /// Whether `claims/KEY` exists (§2): held exclusively, kept by a draft, or finished.
+    pub fn has_file(&self) -> bool {
+        self.finished || self.live().is_some()
+    }
+
+    /// The outcome of the newest attempt that ended.
+    pub fn last_outcome(&self) -> Option<Outcome> {
+        self.attempt.as_ref().and_then(|attempt| attempt.outcome).or(self.previous_outcome)
+    }
+
+    /// The deadline at which the line has to move or a holder to lose, `CLOCK_BOOTTIME` in nanoseconds.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.live().map(|attempt| attempt.deadline_ns)
+    }
+
+    pub(super) fn has_live_draft(&self, attempt: &Attempt) -> bool {
+        attempt.registered && self.drafts.values().any(|epoch| *epoch == attempt.epoch)
+    }
+
+    pub(super) fn create(
+        &mut self,
+        handle: Handle,
+        claimant: Claimant,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        let promised = !self.line.is_empty();
+        if self.live().is_some() || !self.sharers.is_empty() || self.finished || promised {
+            return Err(Error::Taken);
+        }
+        self.begin(handle, None, Via::Create, claimant, context, fx).map(Reply::Claimed)
+    }
+
+    /// Begins the next attempt. The caller has made sure that nobody holds, shares or keeps the key.
+    pub(super) fn begin(
+        &mut self,
+        handle: Handle,
+        owner: Option<Owner>,
+        via: Via,
+        claimant: Claimant,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Epoch, Error> {
+        if self.epoch >= Epoch::MAX {
+            return Err(Error::Limit("this key has used all its epochs"));
+        }
+        debug_assert!(self.live().is_none() && self.sharers.is_empty());
+        self.previous_outcome = self.last_outcome();
+        self.epoch = self.epoch.next();
+        self.finished = false;
+        let mut attempt = Attempt {
+            epoch: self.epoch,
+            via,
+            claimant,
+            handle,
+            owners: owner.into_iter().collect(),
+            ttl: context.ttl,
+            since: context.now,
+            renewed: context.now,
+            deadline_ns: 0,
+            note: Arc::from(""),
+            held: true,
+            registered: true,
+            orphaned: false,
+            why: None,
+            outcome: None,
+            ended: None,
+            result: None,
+        };
+        attempt.extend(context.now);
+        fx.changes.push(Change::Claimed(Box::new(attempt.clone())));
+        fx.notices.push(Notice::Granted(self.epoch));
+        self.attempt = Some(attempt);
+        Ok(self.epoch)
+    }
+
+    pub(super) fn renew_handle(
+        &mut self,
+        handle: Handle,
+        note: Option<Arc<str>>,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        if self.lost.contains(&handle) {
+            return Err(Error::Stale);
+        }
+        if self.held_by(handle).is_none() {
+            return Err(Error::Denied);
+        }
+        self.renew(note, context, fx)
+    }
+
+    /// Renews the attempt that is held; the caller has made sure whose it is.
+    pub(super) fn renew(&mut self, note: Option<Arc<str>>, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        let attempt = self.attempt.as_mut().ok_or(Error::Stale)?;
+        attempt.renewed = context.now;
+        attempt.extend(context.now);
+        if let Some(note) = note {
+            attempt.note = note;
+        }
+        fx.notices.push(Notice::Renewed(attempt.epoch));
+        fx.changes.push(Change::Renewed(Box::new(attempt.clone())));
+        Ok(Reply::Renewed(attempt.epoch))
+    }
+
+    pub(super) fn set_ttl(&mut self, uid: u32, ttl: Ttl, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        if self.live().is_none() {
+            return Err(Error::Stale);
+        }
+        let attempt = self.attempt.as_mut().ok_or(Error::Stale)?;
+        if uid != 0 && uid != attempt.claimant.uid {
+            return Err(Error::NotPermitted);
+        }
+        attempt.ttl = ttl;
+        attempt.extend(context.now);
+        fx.changes.push(Change::Renewed(Box::new(attempt.clone())));
+        Ok(Reply::Done)
+    }
+}

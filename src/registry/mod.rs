@@ -1,0 +1,221 @@
+//! What is stored: keys, attempts, namespaces, and the order in which they become durable.
+//!
+//! The embedded default is SQLite ([`sqlite`], the only file that imports rusqlite); an engine for many hosts would
+//! implement the same [`Registry`]. A registry stores decisions, it takes none.
+
+pub mod sqlite;
+mod sqlite_read;
+
+use crate::error::Error;
+use crate::ids::{Epoch, Handle, KeyId, NamespaceId};
+use crate::key::Key;
+use crate::machine::{Attempt, Outcome, ResultMeta};
+use crate::time::Now;
+
+/// One write. A batch of them is applied in order, as a whole or not at all.
+#[derive(Clone, Debug)]
+pub enum Write {
+    /// A key is seen for the first time.
+    Key(KeyId, Key),
+    /// A key that was opened and never claimed is in nobody's use any more.
+    Forget(KeyId),
+    /// A new attempt; refused unless the key's epoch is exactly one less.
+    Claim(KeyId, Box<Attempt>),
+    /// Deadline, TTL, note or handle of an attempt that has not ended.
+    Renew(KeyId, Box<Attempt>),
+    /// The end of an attempt; refused unless exactly that attempt has not ended.
+    End(KeyId, Box<Attempt>),
+    /// An ended attempt lives on by a draft; refused unless it is the newest and has ended without a result.
+    Revive(KeyId, Box<Attempt>),
+    /// A result, and the draft it comes from; refused where the attempt has one.
+    Commit(KeyId, Box<Attempt>, Handle),
+    /// Whether the key counts as finished.
+    Finished(KeyId, bool),
+    /// A namespace as it is now.
+    Namespace(NamespaceRow),
+}
+
+impl Write {
+    /// The key it is about.
+    pub fn key(&self) -> Option<KeyId> {
+        match self {
+            Write::Key(key, _)
+            | Write::Forget(key)
+            | Write::Claim(key, _)
+            | Write::Renew(key, _)
+            | Write::End(key, _)
+            | Write::Revive(key, _)
+            | Write::Commit(key, ..)
+            | Write::Finished(key, _) => Some(*key),
+            Write::Namespace(_) => None,
+        }
+    }
+}
+
+/// A namespace as it is stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamespaceRow {
+    /// Its number.
+    pub id: NamespaceId,
+    /// Path below `claims/`; empty for the root.
+    pub path: String,
+    /// False once it was removed; its keys keep their epochs.
+    pub present: bool,
+    /// Permission bits with setuid, setgid and sticky.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Access time, nanoseconds since the Unix epoch.
+    pub atime_ns: i64,
+    /// Modification time, nanoseconds since the Unix epoch.
+    pub mtime_ns: i64,
+    /// Change time, nanoseconds since the Unix epoch.
+    pub ctime_ns: i64,
+    /// TTL of new leases below it, where it sets one.
+    pub ttl_ms: Option<u64>,
+}
+
+/// A key as it is stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyRow {
+    /// Its number.
+    pub id: u64,
+    /// The key.
+    pub key: Key,
+    /// The newest epoch.
+    pub epoch: u64,
+    /// Whether it counts as finished.
+    pub finished: bool,
+    /// The rows of attempts up to this epoch may be gone.
+    pub pruned: u64,
+}
+
+/// An attempt as it is stored, for people and for checks. Times are Unix milliseconds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttemptRow {
+    /// Its key.
+    pub key_id: u64,
+    /// Its number.
+    pub epoch: u64,
+    /// Holder's pid.
+    pub pid: u32,
+    /// Holder's start time, in clock ticks since boot.
+    pub start_time: u64,
+    /// Holder's uid.
+    pub uid: u32,
+    /// Holder's gid.
+    pub gid: u32,
+    /// What the holder ran.
+    pub command: String,
+    /// `create` or `lock`.
+    pub via: String,
+    /// When it was claimed.
+    pub since_ms: i64,
+    /// When it was last renewed.
+    pub renewed_ms: i64,
+    /// When it expires or would have.
+    pub expires_ms: i64,
+    /// Its TTL in milliseconds.
+    pub ttl_ms: u64,
+    /// What the holder wrote.
+    pub note: String,
+    /// How it ended; `completed` from the commit on.
+    pub outcome: Option<String>,
+    /// Why it ended.
+    pub reason: Option<String>,
+    /// When it ended; none while it is alive.
+    pub ended_ms: Option<i64>,
+    /// False once its TTL ran out or it was evicted.
+    pub registered: bool,
+    /// Size in bytes and time of its result.
+    pub result: Option<(u64, i64)>,
+}
+
+/// Everything the engine keeps in memory, as it was stored.
+#[derive(Debug, Default)]
+pub struct Loaded {
+    /// Counts the servers that ever ran on this state directory, this one included.
+    pub generation: u64,
+    /// Every namespace.
+    pub namespaces: Vec<NamespaceRow>,
+    /// Every key with its newest attempt and the outcome of the one before.
+    pub keys: Vec<LoadedKey>,
+}
+
+/// A key with its newest attempt.
+#[derive(Debug)]
+pub struct LoadedKey {
+    /// The key.
+    pub row: KeyRow,
+    /// Its newest attempt.
+    pub attempt: Option<Attempt>,
+    /// The outcome of the attempt before.
+    pub previous_outcome: Option<Outcome>,
+    /// The newest attempt that has a result.
+    pub latest_result: Option<(Epoch, ResultMeta)>,
+}
+
+/// A committed result, as far as the registry knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredResult {
+    /// In bytes.
+    pub size: u64,
+    /// Unix milliseconds.
+    pub committed_ms: i64,
+    /// The uid of its attempt.
+    pub uid: u32,
+}
+
+/// The writing side: one owner, one transaction at a time.
+pub trait Registry: Send {
+    /// Reads everything at start. Attempts from before a reboot come back as `lost` and no longer registered.
+    ///
+    /// # Errors
+    /// [`Error::Storage`] where the registry cannot be read.
+    fn load(&mut self, boot_id: &str, now: Now) -> Result<Loaded, Error>;
+
+    /// Applies the writes as one transaction. With `durable` they survive a power cut once it returns; without, the
+    /// end of the process.
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; then none of them was applied.
+    fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error>;
+
+    /// A reading side that never waits for a commit.
+    ///
+    /// # Errors
+    /// [`Error::Storage`] where it cannot be opened.
+    fn reader(&self) -> Result<Box<dyn Read>, Error>;
+
+    /// Moves what the log has gathered into the main file, off the claim path. Safe to call at any time.
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; nothing is lost by it.
+    fn checkpointer(&self) -> Result<Box<dyn Checkpoint>, Error>;
+}
+
+/// Looks up ended attempts, which the engine does not keep in memory.
+pub trait Read: Send {
+    /// The result of an attempt.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    fn result(&mut self, key: KeyId, epoch: Epoch) -> Result<Option<StoredResult>, Error>;
+
+    /// The epochs above `after` that have a result, lowest first, at most `limit`.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    fn results(&mut self, key: KeyId, after: Epoch, limit: usize) -> Result<Vec<Epoch>, Error>;
+}
+
+/// Moves the log into the main file.
+pub trait Checkpoint: Send {
+    /// Does as much as it can without making a commit wait.
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; nothing is lost by it.
+    fn run(&mut self) -> Result<(), Error>;
+}

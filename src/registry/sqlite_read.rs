@@ -1,0 +1,167 @@
+//! The connections beside the writing one: lookups while mounted, whole reads for commands, checkpoints.
+
+use std::path::Path;
+
+use rusqlite::{Connection, OpenFlags, params};
+
+use super::sqlite::{ATTEMPT_COLUMNS, FILE, attempt_row, check_version, fault, key_row, reading_flags};
+use super::{AttemptRow, Checkpoint, KeyRow, Read, StoredResult};
+use crate::error::Error;
+use crate::ids::{Epoch, KeyId};
+use crate::key::Key;
+
+/// Lookups of ended attempts by the server.
+pub(super) struct SqliteRead(Connection);
+
+impl SqliteRead {
+    pub(super) fn open(path: &Path) -> Result<SqliteRead, Error> {
+        let connection = Connection::open_with_flags(path, reading_flags()).map_err(|e| fault(&e))?;
+        connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
+        Ok(SqliteRead(connection))
+    }
+}
+
+impl Read for SqliteRead {
+    fn result(&mut self, key: KeyId, epoch: Epoch) -> Result<Option<StoredResult>, Error> {
+        let sql = "SELECT result_size, result_ms, uid FROM attempts \
+                   WHERE key_id = ?1 AND epoch = ?2 AND result_ms IS NOT NULL";
+        one(&self.0, sql, params![key.0, epoch.0], |row| {
+            Ok(StoredResult { size: row.get(0)?, committed_ms: row.get(1)?, uid: row.get(2)? })
+        })
+    }
+
+    fn results(&mut self, key: KeyId, after: Epoch, limit: usize) -> Result<Vec<Epoch>, Error> {
+        let read = || {
+            self.0
+                .prepare_cached(
+                    "SELECT epoch FROM attempts WHERE key_id = ?1 AND epoch > ?2 AND result_ms IS NOT NULL \
+                     ORDER BY epoch LIMIT ?3",
+                )?
+                .query_map(params![key.0, after.0, limit], |row| row.get(0).map(Epoch))?
+                .collect::<Result<Vec<_>, _>>()
+        };
+        read().map_err(|e: rusqlite::Error| fault(&e))
+    }
+}
+
+fn one<T>(
+    connection: &Connection,
+    sql: &str,
+    params: impl rusqlite::Params,
+    read: impl FnOnce(&rusqlite::Row<'_>) -> Result<T, rusqlite::Error>,
+) -> Result<Option<T>, Error> {
+    let mut query = connection.prepare_cached(sql).map_err(|e| fault(&e))?;
+    let mut rows = query.query(params).map_err(|e| fault(&e))?;
+    rows.next().and_then(|row| row.map(read).transpose()).map_err(|e| fault(&e))
+}
+
+/// Checkpoints off the claim path.
+pub(super) struct SqliteCheckpoint(Connection);
+
+impl SqliteCheckpoint {
+    pub(super) fn open(path: &Path) -> Result<SqliteCheckpoint, Error> {
+        let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let connection = Connection::open_with_flags(path, flags).map_err(|e| fault(&e))?;
+        connection.pragma_update(None, "wal_autocheckpoint", 0).map_err(|e| fault(&e))?;
+        connection.pragma_update(None, "synchronous", "NORMAL").map_err(|e| fault(&e))?;
+        Ok(SqliteCheckpoint(connection))
+    }
+}
+
+impl Checkpoint for SqliteCheckpoint {
+    fn run(&mut self) -> Result<(), Error> {
+        self.0.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(())).map_err(|e| fault(&e))
+    }
+}
+
+/// Reads a whole registry, also while it is served, and never writes to it.
+pub struct Reader(Connection);
+
+impl Reader {
+    /// Opens the registry of a state directory.
+    ///
+    /// # Errors
+    /// [`Error::Storage`] where there is none, it cannot be read, or it is not of a version this program knows.
+    pub fn open(state_dir: &Path) -> Result<Reader, Error> {
+        let path = state_dir.join(FILE);
+        if let Err(error) = std::fs::metadata(&path) {
+            return Err(Error::storage(error.raw_os_error(), format!("{}: {error}", path.display())));
+        }
+        let connection = Connection::open_with_flags(&path, reading_flags()).map_err(|e| fault(&e))?;
+        connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
+        check_version(&connection, &path)?;
+        Ok(Reader(connection))
+    }
+
+    /// Reads keys and attempts as of one moment.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn snapshot(&self) -> Result<(Vec<KeyRow>, Vec<AttemptRow>), Error> {
+        let read = || {
+            let tx = self.0.unchecked_transaction()?;
+            let keys = tx
+                .prepare("SELECT id, path, epoch, finished, pruned FROM keys ORDER BY path")?
+                .query_map([], |row| key_row(row, 0))?
+                .collect::<Result<_, _>>()?;
+            let attempts = tx
+                .prepare(&format!("SELECT {ATTEMPT_COLUMNS} FROM attempts a ORDER BY a.key_id, a.epoch"))?
+                .query_map([], attempt_row)?
+                .collect::<Result<_, _>>()?;
+            Ok((keys, attempts))
+        };
+        read().map_err(|e: rusqlite::Error| fault(&e))
+    }
+
+    /// Every key.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn keys(&self) -> Result<Vec<KeyRow>, Error> {
+        self.snapshot().map(|(keys, _)| keys)
+    }
+
+    /// Every attempt.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn attempts(&self) -> Result<Vec<AttemptRow>, Error> {
+        self.snapshot().map(|(_, attempts)| attempts)
+    }
+
+    /// The attempts of a key, oldest first; empty for a key that never was.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn history(&self, key: &Key) -> Result<Vec<AttemptRow>, Error> {
+        let read = || {
+            self.0
+                .prepare(&format!(
+                    "SELECT {ATTEMPT_COLUMNS} FROM attempts a JOIN keys k ON k.id = a.key_id WHERE k.path = ?1 \
+                     ORDER BY a.epoch"
+                ))?
+                .query_map([key.as_str()], attempt_row)?
+                .collect::<Result<Vec<_>, _>>()
+        };
+        read().map_err(|e: rusqlite::Error| fault(&e))
+    }
+
+    /// What SQLite's own integrity check finds wrong with the file.
+    ///
+    /// # Errors
+    /// [`Error::Storage`] where it is too damaged to be checked.
+    pub fn integrity(&self) -> Result<Vec<String>, Error> {
+        problems(&self.0, "integrity_check").map_err(|e| fault(&e))
+    }
+}
+
+/// Runs `quick_check` or `integrity_check`; empty when the file is sound.
+pub(super) fn problems(connection: &Connection, check: &str) -> Result<Vec<String>, rusqlite::Error> {
+    let mut found = Vec::new();
+    connection.pragma_query(None, check, |row| {
+        found.push(row.get::<_, String>(0)?);
+        Ok(())
+    })?;
+    found.retain(|line| line != "ok");
+    Ok(found)
+}

@@ -1,0 +1,94 @@
+//! Drafts and results as files of the state directory (§6).
+//!
+//! A write handle has a draft of its own in `drafts/`; a commit makes it the attempt's file in `results/`. Whether a
+//! file there counts is decided by the registry alone: the rename comes before the registry's commit and is undone
+//! when that fails, so a crash in between leaves at most a file that nobody is shown.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::ids::{Epoch, Handle, KeyId};
+
+/// The `drafts/` and `results/` of a state directory.
+#[derive(Debug)]
+pub struct Results {
+    drafts: PathBuf,
+    results: PathBuf,
+}
+
+impl Results {
+    /// Makes the two directories where they are missing, and drops the drafts of servers that are gone.
+    ///
+    /// # Errors
+    /// Those of the filesystem.
+    pub fn open(state_dir: &Path) -> io::Result<Results> {
+        let store = Results { drafts: state_dir.join("drafts"), results: state_dir.join("results") };
+        for dir in [&store.drafts, &store.results] {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+        }
+        for draft in fs::read_dir(&store.drafts)? {
+            fs::remove_file(draft?.path())?;
+        }
+        Ok(store)
+    }
+
+    /// Makes the draft of a write handle, empty.
+    ///
+    /// # Errors
+    /// Those of the filesystem.
+    pub fn create_draft(&self, handle: Handle) -> io::Result<File> {
+        OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(self.draft(handle))
+    }
+
+    /// Drops a draft. One that became a result, or never was, is no error.
+    pub fn discard(&self, handle: Handle) {
+        let _ = fs::remove_file(self.draft(handle));
+    }
+
+    /// Makes the draft the attempt's result file; with `durable` its bytes are on disk before it has that name.
+    ///
+    /// # Errors
+    /// Those of the filesystem; then the draft is still a draft.
+    pub fn publish(&self, handle: Handle, key: KeyId, epoch: Epoch, durable: bool) -> io::Result<()> {
+        let draft = self.draft(handle);
+        if durable {
+            File::open(&draft)?.sync_data()?;
+        }
+        fs::rename(draft, self.result(key, epoch))
+    }
+
+    /// Takes [`Results::publish`] back.
+    ///
+    /// # Errors
+    /// Those of the filesystem.
+    pub fn unpublish(&self, handle: Handle, key: KeyId, epoch: Epoch) -> io::Result<()> {
+        fs::rename(self.result(key, epoch), self.draft(handle))
+    }
+
+    /// Makes the renames of published results durable.
+    ///
+    /// # Errors
+    /// Those of the filesystem.
+    pub fn sync_names(&self) -> io::Result<()> {
+        File::open(&self.results)?.sync_all()
+    }
+
+    /// Opens a committed result for reading.
+    ///
+    /// # Errors
+    /// Those of the filesystem.
+    pub fn read(&self, key: KeyId, epoch: Epoch) -> io::Result<File> {
+        File::open(self.result(key, epoch))
+    }
+
+    /// Where the result of an attempt is kept.
+    pub fn result(&self, key: KeyId, epoch: Epoch) -> PathBuf {
+        self.results.join(format!("{key}-{epoch}"))
+    }
+
+    fn draft(&self, handle: Handle) -> PathBuf {
+        self.drafts.join(format!("{:x}", handle.0))
+    }
+}

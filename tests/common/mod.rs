@@ -1,0 +1,255 @@
+//! A mount of one's own for a test, gone again when the test ends, however it ends.
+//!
+//! [`Mount`] starts the real binary on a fresh state directory and mountpoint. Its `Drop` unmounts, ends the server by
+//! pid and removes the directories, also while a failed test unwinds. Every wait is for a state, with a generous bound.
+#![allow(dead_code)]
+
+pub mod agent;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// The binary under test.
+pub const LEASEFS: &str = env!("CARGO_BIN_EXE_leasefs");
+
+/// Longest any wait for a state may take: far above what a loaded 2-core machine needs.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A mounted tree that lasts as long as the value.
+pub struct Mount {
+    dir: TempDir,
+    mounted: bool,
+}
+
+impl Mount {
+    /// Mounts with `--durability process` and the options given.
+    pub fn with(options: &[&str]) -> Mount {
+        assert!(Path::new("/dev/fuse").exists(), "these tests need /dev/fuse");
+        let dir = tempfile::Builder::new().prefix("leasefs-test-").tempdir().expect("temporary directory");
+        // Other uids walk through it to reach the mountpoint.
+        set_mode(dir.path(), 0o755);
+        fs::create_dir(dir.path().join("mnt")).expect("mountpoint");
+        let mut mount = Mount { dir, mounted: false };
+        mount.start(options);
+        mount
+    }
+
+    /// Mounts with the defaults the tests share.
+    pub fn new() -> Mount {
+        Mount::with(&[])
+    }
+
+    /// Mounts for every uid (`--allow-other`).
+    pub fn shared() -> Mount {
+        Mount::with(&["--allow-other"])
+    }
+
+    /// Starts the server again on the same state directory, after [`Mount::unmount`].
+    pub fn start(&mut self, options: &[&str]) {
+        let mut command = Command::new(LEASEFS);
+        command.arg("mount").arg(self.root()).arg("--state").arg(self.state());
+        if !options.contains(&"--durability") {
+            command.args(["--durability", "process"]);
+        }
+        let output = command.args(options).stdin(Stdio::null()).output().expect("leasefs mount runs");
+        assert!(output.status.success(), "leasefs mount failed: {}", String::from_utf8_lossy(&output.stderr));
+        self.mounted = true;
+    }
+
+    /// The mountpoint.
+    pub fn root(&self) -> PathBuf {
+        self.dir.path().join("mnt")
+    }
+
+    /// The state directory.
+    pub fn state(&self) -> PathBuf {
+        self.dir.path().join("state")
+    }
+
+    /// A directory outside the tree, removed with the mount.
+    pub fn scratch(&self) -> PathBuf {
+        let path = self.dir.path().join("scratch");
+        fs::create_dir_all(&path).expect("scratch directory");
+        set_mode(&path, 0o777);
+        path
+    }
+
+    /// `claims/KEY`.
+    pub fn claim(&self, key: &str) -> PathBuf {
+        self.root().join("claims").join(key)
+    }
+
+    /// `results/KEY/EPOCH`.
+    pub fn result(&self, key: &str, epoch: u64) -> PathBuf {
+        self.root().join("results").join(key).join(epoch.to_string())
+    }
+
+    /// `status/KEY`, parsed.
+    pub fn status(&self, key: &str) -> serde_json::Value {
+        let path = self.root().join("status").join(key);
+        let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}: {text}", path.display()))
+    }
+
+    /// The state of a key as `status/KEY` says it; `free` for a key that never was.
+    pub fn state_of(&self, key: &str) -> String {
+        if !self.root().join("status").join(key).exists() {
+            return "free".into();
+        }
+        self.status(key)["state"].as_str().expect("state is a string").to_owned()
+    }
+
+    /// Waits until `status/KEY` satisfies the condition.
+    pub fn wait_status(&self, key: &str, what: &str, mut condition: impl FnMut(&serde_json::Value) -> bool) {
+        wait_for(&format!("{key}: {what}"), || {
+            self.root().join("status").join(key).exists() && condition(&self.status(key))
+        });
+    }
+
+    /// The server's pid, from `.leasefs/config`.
+    pub fn server_pid(&self) -> Option<i32> {
+        let text = fs::read_to_string(self.root().join(".leasefs/config")).ok()?;
+        let config: serde_json::Value = serde_json::from_str(&text).ok()?;
+        config["pid"].as_i64().map(|pid| pid as i32)
+    }
+
+    /// Runs `leasefs` with the mount named in the environment.
+    pub fn leasefs<S: AsRef<OsStr>>(&self, args: &[S]) -> Output {
+        self.command(LEASEFS).args(args).output().expect("leasefs runs")
+    }
+
+    /// A command that finds the mount by its environment (`LEASEFS_ROOT`, and `M` for shell scripts).
+    pub fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.env("LEASEFS_ROOT", self.root()).env("M", self.root()).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a bash script; `$M` is the mountpoint.
+    pub fn bash(&self, script: &str) -> Output {
+        self.command("bash").arg("-c").arg(script).output().expect("bash runs")
+    }
+
+    /// Starts a bash script in the background; `$M` is the mountpoint.
+    pub fn spawn_bash(&self, script: &str) -> Background {
+        Background(self.command("bash").arg("-c").arg(script).stdout(Stdio::piped()).spawn().expect("bash runs"))
+    }
+
+    /// Runs a Python script; `M` is the mountpoint in its environment.
+    pub fn python(&self, script: &str) -> Output {
+        self.command("python3").arg("-c").arg(script).output().expect("python3 runs")
+    }
+
+    /// Unmounts and waits for the server's end; the state stays.
+    pub fn unmount(&mut self) {
+        let output = Command::new(LEASEFS).arg("unmount").arg(self.root()).output().expect("leasefs unmount runs");
+        assert!(output.status.success(), "leasefs unmount failed: {}", String::from_utf8_lossy(&output.stderr));
+        self.mounted = false;
+    }
+
+    /// Runs `leasefs verify` and fails the test with what it found.
+    pub fn verify(&self) {
+        let output =
+            Command::new(LEASEFS).arg("verify").arg("--state").arg(self.state()).output().expect("verify runs");
+        assert!(
+            output.status.success(),
+            "leasefs verify: {}{}",
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if !self.mounted {
+            return;
+        }
+        let pid = self.server_pid();
+        let unmounted = Command::new(LEASEFS)
+            .arg("unmount")
+            .arg(self.root())
+            .stderr(Stdio::null())
+            .status()
+            .is_ok_and(|status| status.success());
+        if !unmounted {
+            // A process of a failed test may still hold a handle: detach, and end the server by its pid.
+            let _ = Command::new("umount").arg("-l").arg(self.root()).stderr(Stdio::null()).status();
+            if let Some(pid) = pid {
+                let _ = Command::new("kill").arg("-9").arg(pid.to_string()).status();
+            }
+        }
+    }
+}
+
+/// A child that is killed and reaped when the value goes, so a failed test leaves no process.
+pub struct Background(pub Child);
+
+impl Background {
+    /// The child's pid.
+    pub fn pid(&self) -> i32 {
+        self.0.id() as i32
+    }
+
+    /// Sends a signal (`KILL`, `STOP`, `CONT`, `TERM`, …).
+    pub fn signal(&self, name: &str) {
+        let status =
+            Command::new("kill").arg(format!("-{name}")).arg(self.0.id().to_string()).status().expect("kill runs");
+        assert!(status.success(), "kill -{name}");
+    }
+
+    /// Waits for its end and gives its exit status.
+    pub fn wait(&mut self) -> std::process::ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.0.try_wait().expect("child can be waited for") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "process {} did not end", self.0.id());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].
+pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "never came about: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Standard output as text.
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Asserts that a command succeeded, showing what it printed.
+pub fn assert_ok(output: &Output) {
+    assert!(
+        output.status.success(),
+        "{}\nstdout: {}\nstderr: {}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// Sets permission bits.
+pub fn set_mode(path: &Path, mode: u32) {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("chmod");
+}
