@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::events::{Events, Kind};
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
 use crate::key::Key;
-use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step, Via};
+use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step};
 use crate::metrics::{Gauges, Metrics};
 use crate::namespaces::{Credentials, Namespaces, Node};
 use crate::registry::{Checkpoint, Loaded, NamespaceRow, Read, Registry, StoredResult, Write};
@@ -783,6 +783,9 @@ impl Inner {
         let fact = input.is_fact();
         let repeat = input.clone();
         let step = entry.state.apply(input, Context { now, ttl });
+        if self.watched && entry.state.changes != before.changes {
+            self.changed.push(id);
+        }
         let refusable = step.changes.iter().any(Change::is_refusable);
         if refusable && entry.unsettled != self.batch.number {
             entry.unsettled = self.batch.number;
@@ -1007,13 +1010,11 @@ fn is_naming(write: &Write) -> bool {
 }
 
 impl KeyEntry {
-    /// The uid `claims/KEY` shows as its owner: the holder's, or the last attempt's.
-    pub fn file_uid(&self) -> u32 {
-        self.state.attempt.as_ref().map_or(0, |attempt| attempt.claimant.uid)
-    }
-
-    /// By which form the newest attempt was claimed.
-    pub fn via(&self) -> Option<Via> {
-        self.state.attempt.as_ref().map(|attempt| attempt.via)
+    /// The uid `claims/KEY` shows as its owner: the holder's, or of a finished key the last attempt's; the namespace's
+    /// where the key is free and only a handle has it open.
+    pub fn file_uid(&self, namespaces: &Namespaces) -> u32 {
+        let attempt = self.state.attempt.as_ref().filter(|_| self.state.has_file());
+        let owner = || namespaces.get(self.namespace).map_or(0, |namespace| namespace.row.uid);
+        attempt.map_or_else(owner, |attempt| attempt.claimant.uid)
     }
 }

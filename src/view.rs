@@ -53,7 +53,7 @@ fn holding<'a>(entry: &'a KeyEntry, now: Now) -> Option<&'a Attempt> {
 pub fn status(entry: &KeyEntry, now: Now) -> String {
     let state = &entry.state;
     let live = holding(entry, now);
-    let (since, _) = (live.map_or(state.changed_at.wall_ms, |attempt| attempt.since.wall_ms), ());
+    let since = live.map_or(state.changed_at.wall_ms, |attempt| attempt.since.wall_ms);
     let shown = Status {
         key: entry.key.as_str(),
         state: state.state(now),
@@ -67,7 +67,7 @@ pub fn status(entry: &KeyEntry, now: Now) -> String {
         }),
         since: (since != 0).then(|| rfc3339(since)),
         renewed: live.map(|attempt| rfc3339(attempt.renewed.wall_ms)),
-        expires: live.map(|attempt| rfc3339(now.wall_at(attempt.deadline_ns))),
+        expires: live.map(|attempt| rfc3339(attempt.expires_ms())),
         ttl_ms: live.map(|attempt| attempt.ttl.as_millis()),
         via: live.map(|attempt| attempt.via),
         waiters: state.line.len(),
@@ -89,25 +89,67 @@ pub fn status(entry: &KeyEntry, now: Now) -> String {
 /// The record: the epoch alone on the first line, then `name: value` lines, the note last because it may have lines of
 /// its own.
 pub fn record(entry: &KeyEntry, now: Now) -> String {
-    let state = &entry.state;
-    let live = holding(entry, now);
-    let name = serde_json::to_value(state.state(now)).ok();
-    let name = name.as_ref().and_then(|name| name.as_str()).unwrap_or_default();
-    let mut text = format!("{}\nstate: {name}\n", state.epoch);
-    if let Some(attempt) = live {
-        let who = &attempt.claimant;
-        let _ = writeln!(text, "holder: pid {}, command {}, uid {}", who.holder.pid, printable(&who.command), who.uid);
-        let _ = writeln!(text, "since: {}", rfc3339(attempt.since.wall_ms));
-        let _ = writeln!(text, "renewed: {}", rfc3339(attempt.renewed.wall_ms));
-        let _ = writeln!(text, "expires: {}", rfc3339(now.wall_at(attempt.deadline_ns)));
-        let _ = writeln!(text, "via: {}", attempt.via);
-    }
-    let _ = writeln!(text, "waiters: {}", state.line.len());
-    let _ = writeln!(text, "note: {}", live.map_or("", |attempt| &attempt.note));
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let _ = write_record(&mut text, entry, now, rfc3339);
     text
 }
 
+/// The length of [`record`] in bytes. Every time in it is as long as any other, so none has to be worked out.
+pub fn record_len(entry: &KeyEntry, now: Now) -> u64 {
+    struct Count(u64);
+    impl Write for Count {
+        fn write_str(&mut self, text: &str) -> std::fmt::Result {
+            self.0 += text.len() as u64;
+            Ok(())
+        }
+    }
+    let mut count = Count(0);
+    let _ = write_record(&mut count, entry, now, |_| "0000-00-00T00:00:00.000Z");
+    count.0
+}
+
+fn write_record<T: std::fmt::Display>(
+    out: &mut impl Write,
+    entry: &KeyEntry,
+    now: Now,
+    time: impl Fn(i64) -> T,
+) -> std::fmt::Result {
+    let state = &entry.state;
+    let live = holding(entry, now);
+    let none = "none";
+    writeln!(out, "{}\nstate: {}", state.epoch, state.state(now))?;
+    match live.map(|attempt| &attempt.claimant) {
+        Some(who) => {
+            writeln!(out, "holder: pid {}, command {}, uid {}", who.holder.pid, Printable(&who.command), who.uid)?;
+        }
+        None => writeln!(out, "holder: {none}")?,
+    }
+    let times = [
+        ("since", live.map(|attempt| attempt.since.wall_ms)),
+        ("renewed", live.map(|attempt| attempt.renewed.wall_ms)),
+        ("expires", live.map(Attempt::expires_ms)),
+    ];
+    for (name, at) in times {
+        match at {
+            Some(at) => writeln!(out, "{name}: {}", time(at))?,
+            None => writeln!(out, "{name}: {none}")?,
+        }
+    }
+    match live {
+        Some(attempt) => writeln!(out, "via: {}", attempt.via)?,
+        None => writeln!(out, "via: {none}")?,
+    }
+    writeln!(out, "waiters: {}", state.line.len())?;
+    let note = live.map_or("", |attempt| &attempt.note);
+    writeln!(out, "note: {}", note.strip_suffix('\n').unwrap_or(note))
+}
+
 /// A command as one line that no terminal takes for orders.
-fn printable(command: &str) -> String {
-    command.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+struct Printable<'a>(&'a str);
+
+impl std::fmt::Display for Printable<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.chars().try_for_each(|c| f.write_char(if c.is_control() { '?' } else { c }))
+    }
 }

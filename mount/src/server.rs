@@ -222,6 +222,7 @@ fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
     {
         bail!("state directory {shown}: {} does not exist: mkdir it first", parent.display());
     }
+    check_outside(path, mountpoint)?;
     match DirBuilder::new().recursive(true).mode(0o700).create(path) {
         Ok(()) => {}
         Err(error) if error.raw_os_error() == Some(libc::EROFS) => {
@@ -230,9 +231,6 @@ fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
         Err(error) => bail!("state directory {shown}: {error}: use another --state"),
     }
     let path = path.canonicalize().with_context(|| format!("state directory {shown}"))?;
-    if path.starts_with(mountpoint) {
-        bail!("state directory {shown} is inside the mountpoint: use a --state outside it");
-    }
     let probe = path.join(".writable");
     let written = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&probe);
     match written.and_then(|mut file| file.write_all(b"leasefs\n")) {
@@ -248,6 +246,23 @@ fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
         }
     }
     Ok(path)
+}
+
+/// A state directory below the tree it serves, or in another tree of this kind, could never be read.
+fn check_outside(path: &Path, mountpoint: &Path) -> Result<()> {
+    let absolute = std::path::absolute(path)?;
+    let existing = absolute.ancestors().find_map(|above| Some((above, above.canonicalize().ok()?)));
+    let Some((above, real)) = existing else { return Ok(()) };
+    let real = real.join(absolute.strip_prefix(above).unwrap_or(Path::new("")));
+    if real.starts_with(mountpoint) {
+        bail!("state directory {} is inside the mountpoint: use a --state outside it", path.display());
+    }
+    let trees = kernel_mount::mounts()?.into_iter().filter(|mount| mount.fs_type == kernel_mount::FS_TYPE);
+    if let Some(tree) = trees.map(|mount| mount.path).find(|tree| real.starts_with(tree)) {
+        let tree = tree.display();
+        bail!("state directory {} is inside the leasefs tree {tree}: use a --state outside it", path.display());
+    }
+    Ok(())
 }
 
 /// The default state directory's parents may be made; a path somebody gave may be a slip of the pen.

@@ -160,6 +160,11 @@ impl Attempt {
         self.deadline_ns <= now.boot_ns
     }
 
+    /// The deadline on the wall clock, in Unix milliseconds, as it stood at the last renewal.
+    pub fn expires_ms(&self) -> i64 {
+        self.renewed.wall_at(self.deadline_ns)
+    }
+
     /// Whether it may still commit, as far as it alone is concerned.
     pub fn is_registered(&self, now: Now) -> bool {
         self.registered && !self.is_due(now)

@@ -14,12 +14,15 @@ impl KeyState {
     pub(super) fn release(&mut self, why: Why, context: Context, fx: &mut Effects) {
         let Some(attempt) = &mut self.attempt else { return };
         attempt.held = false;
+        attempt.orphaned = false;
         attempt.why = Some(why);
-        let kept = attempt.clone();
-        if self.live().is_some() {
-            fx.changes.push(Change::Renewed(Box::new(kept)));
-        } else {
-            self.end(Outcome::Released, context, fx);
+        self.end_unless_kept(Outcome::Released, context, fx);
+    }
+
+    fn end_unless_kept(&mut self, outcome: Outcome, context: Context, fx: &mut Effects) {
+        match self.live().cloned() {
+            Some(kept) => fx.changes.push(Change::Renewed(Box::new(kept))),
+            None => self.end(outcome, context, fx),
         }
     }
 
@@ -42,9 +45,18 @@ impl KeyState {
         if attempt.held {
             self.lost.insert(attempt.handle);
         }
+        let handle = attempt.handle;
         attempt.registered = false;
         attempt.why = Some(why);
         self.end(outcome, context, fx);
+        self.forsake(handle, context, fx);
+    }
+
+    /// A handle that lost its lease does not get another, also not by a request that is in line already.
+    fn forsake(&mut self, handle: Handle, context: Context, fx: &mut Effects) {
+        if self.lost.contains(&handle) {
+            self.drop_waiters(handle, &Error::Stale, fx);
+        }
         self.advance(context, fx);
     }
 
@@ -55,18 +67,28 @@ impl KeyState {
     }
 
     /// Ends attempt `epoch` if it is the one alive: a compare-and-set on the epoch (I-CAS-GUARDED).
-    pub(super) fn cut(
-        &mut self,
-        epoch: Epoch,
-        outcome: Outcome,
-        why: Why,
-        context: Context,
-        fx: &mut Effects,
-    ) -> Result<Reply, Error> {
+    pub(super) fn evict(&mut self, epoch: Epoch, why: Why, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
         if self.live().is_none_or(|attempt| attempt.epoch != epoch) {
             return Err(Error::Stale);
         }
-        self.cut_off(outcome, why, context, fx);
+        self.cut_off(Outcome::Evicted, why, context, fx);
+        Ok(Reply::Done)
+    }
+
+    /// The holder of attempt `epoch` is dead. As after its exit, the attempt stays registered: what it did may still be
+    /// recorded, and an open draft keeps it (§6).
+    pub(super) fn lose(&mut self, epoch: Epoch, why: Why, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        if self.live().is_none_or(|attempt| attempt.epoch != epoch) {
+            return Err(Error::Stale);
+        }
+        let Some(attempt) = self.attempt.as_mut().filter(|attempt| attempt.held) else { return Ok(Reply::Done) };
+        let handle = attempt.handle;
+        attempt.held = false;
+        attempt.orphaned = false;
+        attempt.why = Some(why);
+        self.lost.insert(handle);
+        self.end_unless_kept(Outcome::Lost, context, fx);
+        self.forsake(handle, context, fx);
         Ok(Reply::Done)
     }
 

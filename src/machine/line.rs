@@ -26,6 +26,13 @@ pub struct Share {
     pub claimant: Claimant,
 }
 
+impl Share {
+    /// Whether handle or owner is the one that shares: no lock is in the way of its own.
+    pub fn is_of(&self, handle: Handle, owner: Owner) -> bool {
+        self.handle == handle || self.owner == owner
+    }
+}
+
 /// A lock request in line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiter {
@@ -54,25 +61,29 @@ impl KeyState {
         if self.is_holder(handle, owner) || self.lost.contains(&handle) {
             return false;
         }
-        let share = self.own_share(handle, owner);
         let in_the_way = match mode {
-            Mode::Exclusive => self.sharers.len() > usize::from(share.is_some()),
-            Mode::Shared if share.is_some() => return false,
+            Mode::Exclusive => self.is_shared_by_others(handle, owner),
+            Mode::Shared if self.sharers.iter().any(|share| share.is_of(handle, owner)) => return false,
             Mode::Shared => false,
         };
         self.live().is_some() || in_the_way || !self.line.is_empty()
     }
 
-    fn own_share(&self, handle: Handle, owner: Owner) -> Option<usize> {
-        self.sharers.iter().position(|share| share.handle == handle || share.owner == owner)
+    fn is_shared_by_others(&self, handle: Handle, owner: Owner) -> bool {
+        self.sharers.iter().any(|share| !share.is_of(handle, owner))
     }
 
-    fn drop_share(&mut self, index: usize, fx: &mut Effects) {
-        self.sharers.remove(index);
-        fx.notices.push(Notice::Unshared);
+    fn drop_shares(&mut self, which: impl Fn(&Share) -> bool, fx: &mut Effects) {
+        let before = self.sharers.len();
+        self.sharers.retain(|share| !which(share));
+        fx.notices.extend((self.sharers.len()..before).map(|_| Notice::Unshared));
     }
 
+    /// One share for each owner on each handle, so that none ends with another's.
     fn add_share(&mut self, waiter: Waiter, fx: &mut Effects) {
+        if self.sharers.iter().any(|share| share.handle == waiter.handle && share.owner == waiter.owner) {
+            return;
+        }
         self.sharers.push(Share { handle: waiter.handle, owner: waiter.owner, claimant: waiter.claimant });
         fx.notices.push(Notice::Shared);
     }
@@ -88,25 +99,27 @@ impl KeyState {
             return Err(Error::Stale);
         }
         if self.is_holder(waiter.handle, waiter.owner) {
-            return self.relock(waiter.owner, context, fx);
+            let renewed = self.relock(waiter.owner, context, fx);
+            self.answer_own_waiters(context, fx);
+            return renewed;
         }
-        let share = self.own_share(waiter.handle, waiter.owner);
         if !self.would_wait(waiter.handle, waiter.owner, Mode::Exclusive) {
-            // Nobody else is in the way, so an upgrade loses nothing in between.
-            if let Some(index) = share {
-                self.drop_share(index, fx);
-            }
-            let Waiter { handle, owner, claimant, .. } = waiter;
-            return self.begin(handle, Some(owner), Via::Lock, claimant, context, fx).map(Reply::Claimed);
+            return self.begin_locked(waiter, context, fx);
         }
         if !wait {
             return Err(Error::WouldBlock);
         }
         // As flock(2) converts: the shared lock is given back first, so that two upgrades cannot wait for each other.
-        if let Some(index) = share {
-            self.drop_share(index, fx);
-        }
+        self.drop_shares(|share| share.is_of(waiter.handle, waiter.owner), fx);
         Ok(self.enqueue(waiter, context, fx))
+    }
+
+    /// Begins an attempt for a lock that only shares of its own could be in the way of. Nobody else comes in between, so
+    /// an upgrade loses nothing.
+    fn begin_locked(&mut self, waiter: Waiter, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        let Waiter { handle, owner, claimant, .. } = waiter;
+        self.drop_shares(|share| share.is_of(handle, owner), fx);
+        self.begin(handle, Some(owner), Via::Lock, claimant, context, fx).map(Reply::Claimed)
     }
 
     pub(super) fn lock_shared(
@@ -126,9 +139,6 @@ impl KeyState {
             self.advance(context, fx);
             return Ok(Reply::Shared);
         }
-        if self.own_share(waiter.handle, waiter.owner).is_some() {
-            return Ok(Reply::Shared);
-        }
         if !self.would_wait(waiter.handle, waiter.owner, Mode::Shared) {
             self.add_share(waiter, fx);
             return Ok(Reply::Shared);
@@ -136,6 +146,7 @@ impl KeyState {
         if wait { Ok(self.enqueue(waiter, context, fx)) } else { Err(Error::WouldBlock) }
     }
 
+    /// A lock of a handle or an owner that has the lease already: one more owner of it, and a renewal.
     fn relock(&mut self, owner: Owner, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
         if let Some(attempt) = &mut self.attempt
             && !attempt.owners.contains(&owner)
@@ -177,28 +188,29 @@ impl KeyState {
         if holds {
             self.release("unlocked".into(), context, fx);
         }
-        if let Some(index) = self.sharers.iter().position(|share| share.owner == owner) {
-            self.drop_share(index, fx);
-        }
+        self.drop_shares(|share| share.owner == owner, fx);
         self.advance(context, fx);
         Ok(Reply::Done)
     }
 
     /// Forgets whatever a closed handle shared or waited for.
     pub(super) fn drop_handle(&mut self, handle: Handle, fx: &mut Effects) {
-        while let Some(index) = self.sharers.iter().position(|share| share.handle == handle) {
-            self.drop_share(index, fx);
-        }
-        for waiter in self.line.iter().filter(|waiter| waiter.handle == handle) {
-            fx.grants.push((waiter.id, Err(Error::Interrupted)));
-        }
+        self.drop_shares(|share| share.handle == handle, fx);
+        self.drop_waiters(handle, &Error::Interrupted, fx);
+    }
+
+    /// Ends the wait of whoever waits with this handle.
+    pub(super) fn drop_waiters(&mut self, handle: Handle, error: &Error, fx: &mut Effects) {
+        let gone = self.line.iter().filter(|waiter| waiter.handle == handle);
+        fx.grants.extend(gone.map(|waiter| (waiter.id, Err(error.clone()))));
         self.line.retain(|waiter| waiter.handle != handle);
     }
 
     /// Grants from the head of the line as far as it can be granted: nobody waits for a key that is free.
     pub(super) fn advance(&mut self, context: Context, fx: &mut Effects) {
         while let Some(front) = self.line.front() {
-            let blocked = self.live().is_some() || front.mode == Mode::Exclusive && !self.sharers.is_empty();
+            let shared = front.mode == Mode::Exclusive && self.is_shared_by_others(front.handle, front.owner);
+            let blocked = self.live().is_some() || shared;
             if blocked {
                 break;
             }
@@ -209,27 +221,22 @@ impl KeyState {
                     self.add_share(waiter, fx);
                     Ok(Reply::Shared)
                 }
-                Mode::Exclusive => {
-                    let Waiter { handle, owner, claimant, .. } = waiter;
-                    self.begin(handle, Some(owner), Via::Lock, claimant, context, fx).map(Reply::Claimed)
-                }
+                Mode::Exclusive => self.begin_locked(waiter, context, fx),
             };
             fx.grants.push((id, reply));
         }
-        self.answer_own_waiters(fx);
+        self.answer_own_waiters(context, fx);
     }
 
-    /// Another thread may wait with the very handle that now holds the key: it would wait for itself.
-    fn answer_own_waiters(&mut self, fx: &mut Effects) {
-        let Some(epoch) = self.attempt.as_ref().filter(|attempt| attempt.held).map(|attempt| attempt.epoch) else {
-            return;
-        };
+    /// Another thread may wait with the very handle that now holds the key, or as its owner: it would wait for itself.
+    fn answer_own_waiters(&mut self, context: Context, fx: &mut Effects) {
         let own = |state: &KeyState, waiter: &Waiter| {
             waiter.mode == Mode::Exclusive && state.is_holder(waiter.handle, waiter.owner)
         };
         while let Some(index) = self.line.iter().position(|waiter| own(self, waiter)) {
             if let Some(waiter) = self.line.remove(index) {
-                fx.grants.push((waiter.id, Ok(Reply::Renewed(epoch))));
+                let renewed = self.relock(waiter.owner, context, fx);
+                fx.grants.push((waiter.id, renewed));
             }
         }
     }

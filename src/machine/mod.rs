@@ -242,7 +242,7 @@ impl KeyState {
     /// Applies an input. A refused input changes nothing but what time alone changes.
     pub fn apply(&mut self, input: Input, context: Context) -> Step {
         let mut fx = Effects::default();
-        let before = (self.state(context.now), self.epoch);
+        let before = (self.applied_state(), self.epoch);
         self.expire_if_due(context, &mut fx);
         let reply = match input {
             Input::Tick => {
@@ -263,13 +263,13 @@ impl KeyState {
             Input::Unlink { process, may_forget, uid } => self.unlink(process, may_forget, uid, context, &mut fx),
             Input::Renew { handle, note } => self.renew_handle(handle, note, context, &mut fx),
             Input::SetTtl { uid, ttl } => self.set_ttl(uid, ttl, context, &mut fx),
-            Input::Evict { epoch, why } => self.cut(epoch, Outcome::Evicted, why, context, &mut fx),
-            Input::Lose { epoch, why } => self.cut(epoch, Outcome::Lost, why, context, &mut fx),
+            Input::Evict { epoch, why } => self.evict(epoch, why, context, &mut fx),
+            Input::Lose { epoch, why } => self.lose(epoch, why, context, &mut fx),
             Input::OpenDraft { handle, epoch, uid } => self.open_draft(handle, epoch, uid, context, &mut fx),
             Input::Commit { handle, size } => self.commit(handle, size, context, &mut fx),
             Input::CloseDraft { handle } => self.close_draft(handle, context, &mut fx),
         };
-        if before != (self.state(context.now), self.epoch) {
+        if before != (self.applied_state(), self.epoch) {
             self.changes += 1;
             self.changed_at = context.now;
         }

@@ -29,6 +29,19 @@ pub enum State {
     Finished,
 }
 
+impl std::fmt::Display for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            State::Free => "free",
+            State::Held => "held",
+            State::Shared => "shared",
+            State::Reporting => "reporting",
+            State::Orphaned => "orphaned",
+            State::Finished => "finished",
+        })
+    }
+}
+
 /// All there is to know of a key.
 #[derive(Clone, Debug, Default)]
 pub struct KeyState {
@@ -74,7 +87,16 @@ impl KeyState {
 
     /// The state by name. An attempt whose deadline has passed counts as ended even before its expiry was applied.
     pub fn state(&self, now: Now) -> State {
-        match self.live().filter(|attempt| !attempt.is_due(now)) {
+        self.name(self.live().filter(|attempt| !attempt.is_due(now)))
+    }
+
+    /// The state by name as it was last applied, whatever the time is now.
+    pub(super) fn applied_state(&self) -> State {
+        self.name(self.live())
+    }
+
+    fn name(&self, live: Option<&Attempt>) -> State {
+        match live {
             Some(attempt) if attempt.orphaned => State::Orphaned,
             Some(attempt) if attempt.held => State::Held,
             Some(_) => State::Reporting,

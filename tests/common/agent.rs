@@ -275,7 +275,8 @@ impl Drop for Agent {
         // A waiter that a broken server does not answer cannot be reaped: give up after a while.
         let deadline = Instant::now() + Duration::from_secs(5);
         while Instant::now() < deadline {
-            if !ask_parent(&json!({ "wait": self.pid }), None)["status"].is_null() {
+            // Another agent's child is not the parent's to reap, but it is gone all the same.
+            if !ask_parent(&json!({ "wait": self.pid }), None)["status"].is_null() && has_ended(self.pid) {
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -293,7 +294,8 @@ pub struct Script {
 impl Script {
     /// Starts it; `$M` is the mountpoint.
     pub fn start(mount: &Mount, script: &str) -> Script {
-        Script::start_with(mount, &["bash", "-c", script])
+        // All signals as in an interactive shell: a test program in the background ignores SIGINT.
+        Script::start_with(mount, &["env", "--default-signal", "bash", "-c", script])
     }
 
     /// Starts any program the same way.

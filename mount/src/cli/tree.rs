@@ -238,10 +238,16 @@ impl Tree {
         Status::read(&file).map(Some).map_err(|error| trouble(key, error))
     }
 
-    /// Reads `.leasefs/config`.
+    /// Reads `.leasefs/config`, and has the server record what it decided so far, so that whoever goes on to read the
+    /// registry finds it there.
     pub fn config(&self) -> Result<Config> {
         let path = self.control("config");
-        let text = fs::read_to_string(&path).map_err(|error| trouble(path.display(), error))?;
+        let read = || {
+            let mut file = fs::File::open(&path)?;
+            file.sync_all()?;
+            io::read_to_string(&mut file)
+        };
+        let text = read().map_err(|error| trouble(path.display(), error))?;
         serde_json::from_str(&text).with_context(|| path.display().to_string())
     }
 }

@@ -117,7 +117,7 @@ impl LeaseFs {
         let holder = self.engine.view(key, |entry, _| entry.state.held_by(handle).map(|held| held.claimant.holder));
         let why: Why = match holder.flatten() {
             Some(holder) => match self.processes.why_gone(opener) {
-                why if &*why == "closed" => self.processes.why_gone(holder),
+                why if &*why == "closed" && !opener.is(holder) => self.processes.why_gone(holder),
                 why => why,
             },
             None => Why::from("closed"),

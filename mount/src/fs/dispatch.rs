@@ -92,6 +92,8 @@ impl Filesystem for LeaseFs {
         config.add_capabilities(needed).map_err(|missing| {
             std::io::Error::other(format!("this kernel's FUSE lacks {missing:?}: Linux 4.20 or later is needed"))
         })?;
+        // Lookups in a directory need not wait for each other.
+        let _ = config.add_capabilities(InitFlags::FUSE_PARALLEL_DIROPS);
         let _ = config.set_max_write(MAX_WRITE);
         // RELEASE is a background request: with few of them at a time, leases would end late under load.
         let _ = config.set_max_background(u16::MAX);
@@ -281,8 +283,8 @@ impl Filesystem for LeaseFs {
     fn fsync(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
         match self.kind_of(fh) {
             Some(Kind::Bytes) => self.sync_draft(fh.0, reply),
-            // A note is recorded before its write returned.
-            _ => reply.ok(),
+            // Anywhere else it says: whatever was decided so far is in the registry.
+            _ => self.engine.when_recorded(Box::new(move || reply.ok())),
         }
         self.settle();
     }

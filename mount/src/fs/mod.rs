@@ -200,10 +200,13 @@ impl Shared {
     pub fn on_signal(&self, wait: Wait) {
         let now = clock::now();
         match wait {
+            // Its answer takes it off the watch. Where it is not in line yet, it is looked at again.
             Wait::Lock(waiter) => self.engine.interrupt(waiter, now),
-            Wait::Events(parked) => self.interrupt_events(parked),
+            Wait::Events(parked) => {
+                self.interrupt_events(parked);
+                self.watcher.remove(wait);
+            }
         }
-        self.watcher.remove(wait);
         if self.engine.is_urgent() {
             self.flush(now);
         }

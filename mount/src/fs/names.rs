@@ -152,7 +152,7 @@ impl LeaseFs {
                 let size = view::status(entry, now).len() as u64;
                 let times =
                     Times { mtime: at(entry.state.changed_at.wall_ms), ctime: at(entry.state.changed_at.wall_ms) };
-                attr(node, FileType::RegularFile, mode & 0o444, entry.file_uid(), gid, size, times)
+                attr(node, FileType::RegularFile, mode & 0o444, entry.file_uid(tree), gid, size, times)
             }),
             Node::ResultDir(key) => self.engine.look(|tree, keys| {
                 let row = &tree.get(keys.get(&key)?.namespace)?.row;
@@ -373,9 +373,9 @@ fn claim_attributes(node: Node, entry: &KeyEntry, tree: &Namespaces, now: Now) -
     let (mode, _, gid) = namespace_of(entry, tree);
     let state = &entry.state;
     let renewed = state.attempt.as_ref().map_or(0, |attempt| attempt.renewed.wall_ms);
-    let size = view::record(entry, now).len() as u64;
+    let size = view::record_len(entry, now);
     let times = Times { mtime: at(renewed), ctime: at(state.changed_at.wall_ms) };
-    attr(node, FileType::RegularFile, mode & 0o666, entry.file_uid(), gid, size, times)
+    attr(node, FileType::RegularFile, mode & 0o666, entry.file_uid(tree), gid, size, times)
 }
 
 fn directory(node: Node, row: &NamespaceRow, mode: u32) -> FileAttr {

@@ -95,7 +95,7 @@ impl LeaseFs {
         self.engine.view(key, |entry, tree| {
             let (mode, _, gid) = namespace_of(entry, tree);
             let times = Times { mtime: modified, ctime: modified };
-            attr(node, FileType::RegularFile, mode & 0o444 | 0o200, entry.file_uid(), gid, metadata.len(), times)
+            attr(node, FileType::RegularFile, mode & 0o444 | 0o200, entry.file_uid(tree), gid, metadata.len(), times)
         })
     }
 

@@ -1,0 +1,80 @@
+//! The commands besides mount and unmount, as a person or a script meets them: output, effect, exit code.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod evict;
+mod find;
+mod run;
+mod run_lost;
+mod verify;
+mod views;
+mod wait;
+
+use std::fs::{File, OpenOptions};
+use std::io::ErrorKind;
+use std::process::{Output, Stdio};
+
+use common::{Background, LEASEFS, Mount};
+
+/// A uid that is neither root nor the mount's owner.
+const STRANGER: u32 = 65_534;
+
+/// Holds a key by exclusive create, as long as the file lives.
+///
+/// A child that another test is just starting has a copy of every handle until it executes its program, so a key that
+/// was given back a moment ago may still be held.
+fn hold(mount: &Mount, key: &str) -> File {
+    let path = mount.claim(key);
+    let mut held = None;
+    common::wait_for(&format!("{key} is free to be held"), || {
+        match OpenOptions::new().read(true).write(true).create_new(true).open(&path) {
+            Ok(file) => held = Some(file),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::AlreadyExists, "hold {}: {error}", path.display()),
+        }
+        held.is_some()
+    });
+    held.expect("held")
+}
+
+/// Commits a result of an attempt.
+fn commit(mount: &Mount, key: &str, epoch: u64, bytes: &str) {
+    let path = mount.result(key, epoch);
+    std::fs::write(&path, bytes).unwrap_or_else(|e| panic!("commit {}: {e}", path.display()));
+}
+
+/// Starts `leasefs` with the mount named in the environment.
+fn start(mount: &Mount, args: &[&str]) -> Background {
+    let mut command = mount.command(LEASEFS);
+    command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
+    Background(command.spawn().expect("leasefs starts"))
+}
+
+/// Runs `leasefs` as a stranger.
+fn as_stranger(mount: &Mount, args: &[&str]) -> Output {
+    use std::os::unix::process::CommandExt;
+    mount.command(LEASEFS).args(args).uid(STRANGER).gid(STRANGER).output().expect("leasefs runs")
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Asserts the exit code and that stderr is one line `leasefs: …` that has the words in it.
+#[track_caller]
+fn assert_refused(output: &Output, code: i32, words: &[&str]) {
+    let said = stderr(output);
+    assert_eq!(output.status.code(), Some(code), "stderr: {said}");
+    assert!(said.starts_with("leasefs: ") && said.trim_end().lines().count() == 1, "not one line: {said}");
+    for word in words {
+        assert!(said.contains(word), "`{word}` is missing in: {said}");
+    }
+}
+
+/// What a background command has printed on stdout, after its end.
+fn rest_of_stdout(process: &mut Background) -> String {
+    use std::io::Read;
+    let mut text = String::new();
+    process.0.stdout.take().expect("stdout is piped").read_to_string(&mut text).expect("stdout is text");
+    text
+}

@@ -1,0 +1,191 @@
+//! `.leasefs/events`: whole JSON lines, from the moment of the open, by blocking reads.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use libc::{LOCK_EX, LOCK_NB, O_NONBLOCK, O_RDONLY, POLLIN};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::common::agent::{Agent, Fd};
+use crate::common::{Mount, assert_ok};
+
+/// A reader of the stream.
+struct Stream {
+    agent: Agent,
+    fd: Fd,
+    lines: VecDeque<Value>,
+    last: Option<u64>,
+}
+
+impl Stream {
+    fn open(mount: &Mount) -> Stream {
+        let agent = Agent::new();
+        let fd = agent.open(&mount.root().join(".leasefs/events"), O_RDONLY).expect("events");
+        Stream { agent, fd, lines: VecDeque::new(), last: None }
+    }
+
+    /// The next event, waited for in read(2).
+    fn next(&mut self) -> Value {
+        while self.lines.is_empty() {
+            let text = self.agent.call("os_read", json!([self.fd, 65_536])).expect("read");
+            let text = text.as_str().expect("text");
+            assert!(text.ends_with('\n'), "a read gives whole lines: {text:?}");
+            for line in text.lines() {
+                self.lines.push_back(serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line:?}")));
+            }
+        }
+        let event = self.lines.pop_front().expect("just read");
+        let seq = event["seq"].as_u64().expect("seq");
+        assert!(Some(seq) > self.last, "seq grows: {event} after {:?}", self.last);
+        self.last = Some(seq);
+        event["time"].as_str().expect("time").parse::<jiff::Timestamp>().expect("RFC 3339");
+        event
+    }
+
+    /// Goes on to the next event of this kind about this key.
+    fn find(&mut self, kind: &str, key: &str) -> Value {
+        loop {
+            let event = self.next();
+            if event["event"] == kind && event["key"] == key {
+                return event;
+            }
+        }
+    }
+}
+
+#[test]
+fn the_stream_tells_the_life_of_a_key_in_order() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let (agent, other) = (Agent::new(), Agent::new());
+    let before = agent.create(&mount.claim("before")).expect("free key");
+    let mut stream = Stream::open(&mount);
+    agent.close(before);
+    let fd = agent.create(&path).expect("free key");
+    assert_eq!(other.create(&path), Err(Errno::EEXIST));
+    let handle = other.handle(&path);
+    other.begin_flock(handle, LOCK_EX);
+    mount.wait_status("k", "one waiter", |status| crate::common::agent::count(status, "waiters") == 1);
+    agent.write(fd, "beat").expect("holder");
+    agent.close(fd);
+    other.answer().expect("granted");
+    assert_ok(&mount.leasefs(&["evict", "k", "--epoch", "2", "--reason", "test"]));
+    let fd = agent.create(&path).expect("free key");
+    let draft = agent.handle(&mount.result("k", 3));
+    agent.close(draft);
+    agent.close(fd);
+    let first = stream.next();
+    assert_eq!((&first["event"], &first["key"]), (&json!("released"), &json!("before")), "from the open on: {first}");
+    for (kind, epoch) in
+        [("granted", 1), ("released", 1), ("granted", 2), ("evicted", 2), ("granted", 3), ("completed", 3)]
+    {
+        assert_eq!(stream.find(kind, "k")["epoch"], epoch, "{kind}");
+    }
+}
+
+#[test]
+fn denials_waits_renewals_and_expiries_are_told() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let (agent, other) = (Agent::new(), Agent::new());
+    let mut stream = Stream::open(&mount);
+    let fd = agent.create(&path).expect("free key");
+    let handle = other.handle(&path);
+    assert_eq!(other.flock(handle, LOCK_EX | LOCK_NB), Err(Errno::EAGAIN));
+    stream.find("denied", "k");
+    agent.write(fd, "beat").expect("holder");
+    assert_eq!(stream.find("renewed", "k")["epoch"], 1);
+    other.begin_flock(handle, LOCK_EX);
+    stream.find("waiting", "k");
+    agent.set_xattr(&path, "user.lease.ttl", "50ms").expect("holder's user");
+    assert_eq!(stream.find("expired", "k")["epoch"], 1);
+    assert_eq!(stream.find("granted", "k")["epoch"], 2);
+    other.answer().expect("granted");
+    assert_eq!(agent.write(fd, "late"), Err(Errno::ESTALE));
+}
+
+#[test]
+fn two_readers_see_the_same() {
+    let mount = Mount::new();
+    let mut streams = [Stream::open(&mount), Stream::open(&mount)];
+    let agent = Agent::new();
+    for round in 1..=50 {
+        let fd = agent.create(&mount.claim("k")).expect("free key");
+        agent.close(fd);
+        if round % 10 == 0 {
+            let seen = streams.each_mut().map(|stream| {
+                loop {
+                    let event = stream.find("released", "k");
+                    if event["epoch"] == round {
+                        return event;
+                    }
+                }
+            });
+            assert_eq!(seen[0], seen[1]);
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_may_not_block_is_told_eagain_and_poll_wakes_it() {
+    let mount = Mount::new();
+    let (agent, reader) = (Agent::new(), Agent::new());
+    let fd = reader.open(&mount.root().join(".leasefs/events"), O_RDONLY | O_NONBLOCK).expect("events");
+    assert_eq!(reader.call("os_read", json!([fd, 65_536])), Err(Errno::EAGAIN));
+    assert_eq!(reader.poll(fd, POLLIN, 50), 0, "nothing to read");
+    reader.begin("poll", json!([fd, POLLIN, 30_000]));
+    assert_eq!(reader.answer_within(Duration::from_millis(50)), None);
+    agent.create(&mount.claim("k")).expect("free key");
+    let events = reader.answer_within(Duration::from_secs(10)).expect("woken").expect("poll");
+    assert_ne!(events.as_i64().expect("events") as i16 & POLLIN, 0);
+    let text = reader.call("os_read", json!([fd, 65_536])).expect("read");
+    let line: Value = serde_json::from_str(text.as_str().expect("text").lines().next().expect("a line")).expect("JSON");
+    assert_eq!((&line["event"], &line["key"]), (&json!("granted"), &json!("k")));
+    assert_eq!(reader.call("os_read", json!([fd, 65_536])), Err(Errno::EAGAIN), "read to the end");
+}
+
+#[test]
+fn a_blocked_reader_ends_with_a_signal() {
+    let mount = Mount::new();
+    let (killed, caught) = (Stream::open(&mount), Stream::open(&mount));
+    killed.agent.begin("os_read", json!([killed.fd, 65_536]));
+    caught.agent.call("on_signal", json!([libc::SIGUSR1, "raise"])).expect("sigaction");
+    caught.agent.begin("os_read", json!([caught.fd, 65_536]));
+    assert_eq!(caught.agent.answer_within(Duration::from_millis(100)), None, "it waits");
+    caught.agent.signal(Signal::SIGUSR1);
+    let answer =
+        caught.agent.answer_within(Duration::from_secs(5)).expect("within 100 ms, and a loaded machine's patience");
+    assert_eq!(answer, Err(Errno::EINTR));
+    killed.agent.kill();
+}
+
+#[test]
+fn a_reader_that_sleeps_holds_nobody_up() {
+    let mount = Mount::new();
+    // It has the stream open and never reads, while much happens.
+    let mut asleep = Stream::open(&mount);
+    let agent = Agent::new();
+    agent
+        .script(
+            "for n in range(3000): os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))",
+            json!({ "path": mount.claim("k") }),
+        )
+        .expect("claims go on");
+    assert_eq!(mount.status("k")["epoch"], 3000);
+    // Then it reads on: what it missed, if anything, is said to be missing.
+    let mut expected = 1;
+    while expected <= 3000 {
+        let event = asleep.next();
+        match event["event"].as_str() {
+            Some("gap") => expected = 0,
+            Some("granted") if expected == 0 => expected = event["epoch"].as_u64().expect("epoch") + 1,
+            Some("granted") => {
+                assert_eq!(event["epoch"], expected, "an event was lost without a word");
+                expected += 1;
+            }
+            _ => {}
+        }
+    }
+}

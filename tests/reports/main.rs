@@ -1,0 +1,255 @@
+//! Bugs that other lock software had in public, each as the behaviour that must not come back. See `tests/README.md`.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::fs;
+use std::time::Duration;
+
+use libc::{LOCK_EX, LOCK_NB, LOCK_UN, O_CREAT, O_WRONLY};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use common::agent::{Agent, Fd, Script, count};
+use common::{Mount, assert_ok};
+
+/// filelock 634: a child that inherited the lock object released the parent's lock when it was garbage-collected.
+#[test]
+fn a_forked_childs_close_does_not_release_the_parents_lease() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let (parent, other) = (Agent::new(), Agent::new());
+    let fd = parent.handle(&path);
+    parent.flock(fd, LOCK_EX).expect("free key");
+    for end in ["close", "exit", "kill", "exec"] {
+        let child = parent.fork();
+        match end {
+            "close" => child.close(fd),
+            "exit" => child.exit(),
+            "kill" => child.kill(),
+            // Close-on-exec closes the copy.
+            _ => {
+                child.begin("execvp", json!(["true", ["true"]]));
+                child.wait_end();
+            }
+        }
+        assert_eq!(other.create(&path), Err(Errno::EEXIST), "after the child's {end}");
+        assert_eq!(parent.epoch(fd), Ok(1), "after the child's {end}");
+    }
+    parent.close(fd);
+    let fd = other.create(&path).expect("the parent's own close is the last");
+    assert_eq!(other.epoch(fd), Ok(2));
+}
+
+/// redlock-rb 36: a lock whose time had run out could be extended, although another client might hold it.
+#[test]
+fn an_expired_lease_cannot_be_extended() {
+    let mount = Mount::with(&["--ttl", "200ms"]);
+    let path = mount.claim("k");
+    let agent = Agent::new();
+    let fd = agent.create(&path).expect("free key");
+    mount.wait_status("k", "expired", |status| status["outcome"] == "expired");
+    // Nobody else has claimed: even so there is nothing left to extend.
+    assert_eq!(agent.write(fd, "beat"), Err(Errno::ESTALE));
+    assert_eq!(agent.touch(fd), Err(Errno::ESTALE));
+    assert_eq!(agent.flock(fd, LOCK_EX | LOCK_NB), Err(Errno::ESTALE));
+    assert_eq!(agent.lock(fd, libc::F_SETLK, libc::F_WRLCK), Err(Errno::ESTALE));
+    assert!(agent.set_xattr(&path, "user.lease.ttl", "1h").is_err(), "nor by a longer TTL");
+    let status = mount.status("k");
+    assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("free"), Some(1)));
+    let fresh = agent.create(&path).expect("a new claim is a new attempt");
+    assert_eq!(agent.epoch(fresh), Ok(2));
+}
+
+/// curvine 1502: a release was sent in the background, so that the next lock came before it, and lost.
+#[test]
+fn close_then_claim_never_loses_500_of_500() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let agents = [Agent::new(), Agent::new(), Agent::new()];
+    for round in 1..=500usize {
+        let agent = &agents[round % 3];
+        let fd = match round % 2 {
+            0 => agent.create(&path),
+            _ => {
+                let fd = agent.handle(&path);
+                agent.flock(fd, LOCK_EX | LOCK_NB).map(|()| fd)
+            }
+        };
+        let fd = fd.unwrap_or_else(|e| panic!("round {round} of 500: {e}"));
+        assert_eq!(agent.epoch(fd), Ok(round as u64));
+        agent.close(fd);
+    }
+}
+
+/// glusterfs 3179: a client that was signalled while it waited stayed in the lock table, and was granted the lock dead.
+#[test]
+fn a_signalled_waiter_leaves_no_phantom() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    for round in 0..20u64 {
+        let holder = Agent::new();
+        let fd = holder.create(&path).unwrap_or_else(|e| panic!("round {round}: a phantom holds the key: {e}"));
+        assert_eq!(holder.epoch(fd), Ok(round + 1), "a phantom took an epoch");
+        let waiter = Agent::new();
+        waiter.call("on_signal", json!([libc::SIGUSR1, "raise"])).expect("sigaction");
+        let handle = waiter.handle(&path);
+        if round % 2 == 0 {
+            waiter.begin_flock(handle, LOCK_EX);
+        } else {
+            waiter.begin("lock", json!([handle, libc::F_SETLKW, libc::F_WRLCK]));
+        }
+        mount.wait_status("k", "one waiter", |status| count(status, "waiters") == 1);
+        if round % 4 < 2 {
+            waiter.signal(Signal::SIGUSR1);
+            assert_eq!(waiter.answer(), Err(Errno::EINTR));
+        } else {
+            waiter.kill();
+        }
+        mount.wait_status("k", "an empty line", |status| count(status, "waiters") == 0);
+        holder.close(fd);
+        assert_eq!(mount.state_of("k"), "free", "round {round}: given to a waiter that is gone");
+    }
+}
+
+/// juicefs 7462: a client that was frozen past its session's end wrote after others had taken its locks over.
+#[test]
+fn a_frozen_clients_write_after_the_takeover_fails() {
+    let mount = Mount::with(&["--ttl", "1s"]);
+    let path = mount.claim("k");
+    let (frozen, next) = (Agent::new(), Agent::new());
+    let fd = frozen.create(&path).expect("free key");
+    let draft = frozen.handle(&mount.result("k", 1));
+    frozen.write(draft, "the first half, ").expect("registered attempt");
+    frozen.signal(Signal::SIGSTOP);
+    let handle = next.handle(&path);
+    next.begin_flock(handle, LOCK_EX);
+    next.answer().expect("granted at the deadline");
+    next.set_xattr(&path, "user.lease.ttl", "1h").expect("holder's user");
+    next.write(handle, "mine now").expect("holder");
+    frozen.signal(Signal::SIGCONT);
+    assert_eq!(frozen.write(fd, "still mine"), Err(Errno::ESTALE));
+    assert_eq!(frozen.write(draft, "the second half"), Err(Errno::ESTALE));
+    assert_eq!(frozen.fsync(draft), Err(Errno::ESTALE));
+    frozen.close(draft);
+    frozen.close(fd);
+    let status = mount.status("k");
+    assert_eq!((status["epoch"].as_u64(), status["note"].as_str()), (Some(2), Some("mine now")));
+    assert!(!mount.result("k", 1).exists() && !mount.result("k", 2).exists(), "nothing was published");
+    assert_eq!(next.epoch(handle), Ok(2));
+}
+
+/// aegra 547: a finishing run marked as done whatever run now bore its name, though that was a newer one.
+#[test]
+fn an_old_attempt_cannot_finish_a_newer_one_under_a_reused_name() {
+    let mount = Mount::new();
+    let path = mount.claim("run");
+    let (old, new, parent) = (Agent::new(), Agent::new(), Agent::new());
+    let fd = old.create(&path).expect("free key");
+    let draft = parent.handle(&mount.result("run", 1));
+    parent.write(draft, "the old one's result").expect("registered attempt");
+    assert_ok(&mount.leasefs(&["evict", "run", "--epoch", "1", "--reason", "restarted"]));
+    let next = new.create(&path).expect("the name is free again");
+    assert_eq!(new.epoch(next), Ok(2));
+    // By its draft, by a new draft, by its handle, by the name of the new attempt under another user's eyes: nothing.
+    assert_eq!(parent.write(draft, "!"), Err(Errno::ESTALE));
+    assert_eq!(parent.fsync(draft), Err(Errno::ESTALE));
+    parent.close(draft);
+    assert_eq!(old.open(&mount.result("run", 1), O_WRONLY | O_CREAT), Err(Errno::ESTALE));
+    assert_eq!(old.write(fd, "done"), Err(Errno::ESTALE));
+    let _ = old.flock(fd, LOCK_UN);
+    old.close(fd);
+    let status = mount.status("run");
+    assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(2)));
+    assert!(status["result"].is_null(), "{status}");
+    let draft = new.handle(&mount.result("run", 2));
+    new.write(draft, "the new one's result").expect("registered attempt");
+    new.close(draft);
+    new.close(next);
+    assert_eq!(fs::read_to_string(mount.root().join("results/run/latest")).expect("latest"), "the new one's result");
+    assert!(!mount.result("run", 1).exists());
+    mount.verify();
+}
+
+/// beads 3575: several of many agents that claimed the same issue at once were told that they had it.
+#[test]
+fn of_fifty_processes_one_wins() {
+    let mount = Mount::new();
+    let claim = "
+import select
+select.select([gate], [], [])
+try: fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) if number % 2 else os.open(path, os.O_RDWR | os.O_CREAT)
+except FileExistsError: result = None
+else:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        result = int(read(fd).split(b'\\n')[0])
+    except BlockingIOError: result = None
+";
+    let parent = Agent::new();
+    for round in 1..=5u64 {
+        // All of them sleep on one pipe, and wake together when its other end is closed.
+        let pipe = parent.call("pipe", json!([])).expect("pipe");
+        let (gate, open) = (pipe[0].as_i64().expect("a descriptor"), pipe[1].as_i64().expect("a descriptor"));
+        let agents: Vec<Agent> = (0..50).map(|_| parent.fork()).collect();
+        for (number, agent) in agents.iter().enumerate() {
+            agent.close(open);
+            agent.begin("script", json!([claim, { "gate": gate, "path": mount.claim("k"), "number": number }]));
+        }
+        parent.close(open);
+        let won: Vec<u64> =
+            agents.iter().filter_map(|agent| agent.answer().expect("claimed or refused").as_u64()).collect();
+        assert_eq!(won, [round], "one winner, one epoch");
+        assert_eq!(mount.status("k")["epoch"], round);
+        parent.close(gate);
+        drop(agents);
+        mount.wait_status("k", "free again", |status| status["state"] == "free");
+    }
+}
+
+/// filelock 574: the holder unlinked the lock file while others waited on it, and a newcomer locked a new file beside them.
+#[test]
+fn unlinking_while_others_wait_never_makes_two_holders() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let newcomer = Agent::new();
+    for by in ["its holder", "another process", "a shell"] {
+        let holder = Agent::new();
+        holder.create(&path).expect("free key");
+        let waiters: Vec<(Agent, Fd)> = (1..=3u64)
+            .map(|place| {
+                let agent = Agent::new();
+                let fd = agent.handle(&path);
+                agent.begin_flock(fd, LOCK_EX);
+                mount.wait_status("k", "its place", |status| count(status, "waiters") == place);
+                (agent, fd)
+            })
+            .collect();
+        match by {
+            "its holder" => holder.unlink(&path).expect("its own"),
+            "another process" => assert_eq!(newcomer.unlink(&path), Err(Errno::EBUSY)),
+            _ => {
+                let script = Script::start(&mount, "rm -f $M/claims/k 2>/dev/null; echo $?");
+                assert_eq!(script.line().as_deref(), Some("1"));
+            }
+        }
+        assert_eq!(newcomer.create(&path), Err(Errno::EEXIST), "{by}: a newcomer beside the line");
+        let handle = newcomer.handle(&path);
+        assert_eq!(newcomer.flock(handle, LOCK_EX | LOCK_NB), Err(Errno::EAGAIN), "{by}");
+        newcomer.close(handle);
+        drop(holder);
+        // One at a time, each in its turn.
+        for (place, (agent, fd)) in waiters.iter().enumerate() {
+            agent.answer().expect("its turn");
+            let status = mount.status("k");
+            assert_eq!(agent.epoch(*fd), Ok(status["epoch"].as_u64().expect("epoch")), "{by}: {place} holds");
+            for (other, _) in &waiters[place + 1..] {
+                assert_eq!(other.answer_within(Duration::from_millis(20)), None, "{by}: two holders");
+            }
+            agent.close(*fd);
+        }
+        assert_eq!(mount.state_of("k"), "free", "{by}");
+    }
+    mount.verify();
+}

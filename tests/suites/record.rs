@@ -1,0 +1,173 @@
+//! What a worker writes into its log: one line per fact, with the worker's own clock.
+//!
+//! A call is two lines, one before the system call and one after it returned, so a worker killed inside a call leaves
+//! the first alone. Each line is one `write(2)`: a kill leaves whole lines, or nothing of one.
+use serde::{Deserialize, Serialize};
+
+use crate::sys::errno_name;
+
+/// A way to claim. All of them are one lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Form {
+    /// `O_CREAT|O_EXCL`.
+    Create,
+    /// `flock(LOCK_EX)`.
+    Flock,
+    /// `F_OFD_SETLK`, `F_OFD_SETLKW`.
+    Ofd,
+    /// `F_SETLK`, `F_SETLKW`.
+    Posix,
+    /// `flock(LOCK_SH)`: no lease, but excludes them.
+    Share,
+}
+
+/// A way to renew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Renewal {
+    /// `write` of a note.
+    Note,
+    /// `futimens`.
+    Touch,
+    /// The lock taken once more.
+    Relock,
+}
+
+/// A way to let go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Ending {
+    /// `close` of the last copy.
+    Close,
+    /// `LOCK_UN` or `F_UNLCK`.
+    Unlock,
+    /// `unlink` by the holder.
+    Unlink,
+    /// The process leaves with the handle open.
+    Exit,
+}
+
+/// One call on a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Op {
+    /// Claim, waiting in line or not.
+    Claim {
+        /// How.
+        form: Form,
+        /// Whether the call may wait.
+        wait: bool,
+    },
+    /// Read of the own handle: the epoch.
+    Epoch,
+    /// Renewal on the own handle.
+    Renew(Renewal),
+    /// `user.lease.ttl` on the held file, in milliseconds.
+    Ttl(u64),
+    /// Release.
+    Release(Ending),
+    /// The epoch `status/KEY` tells.
+    Observe,
+    /// Open of `results/KEY/EPOCH` for writing.
+    Draft(u64),
+    /// Write to the draft.
+    Write,
+    /// `fsync` of the draft.
+    Commit,
+    /// `close` of the draft.
+    Finish,
+    /// `unlink` of the key by one who does not hold it: forgets a finished key, or is refused.
+    Forget,
+    /// `evict` of exactly this epoch.
+    Evict(u64),
+}
+
+/// One line of a log. Times are nanoseconds of `CLOCK_BOOTTIME`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Line {
+    /// The worker runs; its pid as the server's pid namespace sees it.
+    Start {
+        /// When.
+        t: u64,
+        /// The worker.
+        pid: i32,
+    },
+    /// About to call.
+    Ask {
+        /// When.
+        t: u64,
+        /// The key.
+        key: String,
+        /// The call.
+        op: Op,
+    },
+    /// The call returned.
+    Got {
+        /// When.
+        t: u64,
+        /// Its value or errno.
+        answer: Result<u64, i32>,
+    },
+    /// Alive, and still holding what it held.
+    Beat {
+        /// When.
+        t: u64,
+    },
+    /// For the reader of a history.
+    Note {
+        /// When.
+        t: u64,
+        /// What.
+        text: String,
+    },
+    /// Something that may never be.
+    Wrong {
+        /// When.
+        t: u64,
+        /// What.
+        text: String,
+    },
+}
+
+impl Line {
+    /// When it was written.
+    pub fn time(&self) -> u64 {
+        match self {
+            Line::Start { t, .. }
+            | Line::Ask { t, .. }
+            | Line::Got { t, .. }
+            | Line::Beat { t }
+            | Line::Note { t, .. }
+            | Line::Wrong { t, .. } => *t,
+        }
+    }
+}
+
+/// Whether the contract lets this call answer so, in some state of the key. An errno outside this list is a violation
+/// by itself, whatever the history.
+pub fn allowed(op: &Op, errno: i32) -> bool {
+    use libc::{EACCES, EAGAIN, EBUSY, EEXIST, EINTR, ENOENT, EPERM, ESTALE};
+    let list: &[i32] = match op {
+        Op::Claim { form: Form::Create, .. } => &[EEXIST],
+        Op::Claim { wait: true, .. } => &[EINTR],
+        Op::Claim { wait: false, .. } => &[EAGAIN],
+        Op::Epoch | Op::Write | Op::Renew(Renewal::Note | Renewal::Relock) => &[ESTALE],
+        // The kernel sends neither with the file handle, so a process that holds nothing any more is only "not the holder".
+        Op::Renew(Renewal::Touch) | Op::Ttl(_) => &[ESTALE, EACCES, EPERM, ENOENT],
+        Op::Release(Ending::Close | Ending::Exit) | Op::Observe => &[],
+        Op::Release(Ending::Unlock) => &[ESTALE],
+        Op::Release(Ending::Unlink) => &[ENOENT, EBUSY, ESTALE, EACCES, EPERM],
+        Op::Draft(_) | Op::Commit => &[ESTALE, EPERM, EACCES],
+        // A commit at close has nobody to tell its error to, but the flush may try.
+        Op::Finish => &[ESTALE, EPERM],
+        Op::Forget => &[ENOENT, EBUSY, EACCES, EPERM],
+        Op::Evict(_) => &[ESTALE, EACCES],
+    };
+    list.contains(&errno)
+}
+
+/// An answer for people.
+pub fn describe(answer: &Option<Result<u64, i32>>) -> String {
+    match answer {
+        None => "never returned".into(),
+        Some(Ok(value)) => format!("ok {value}"),
+        Some(Err(errno)) => errno_name(*errno),
+    }
+}

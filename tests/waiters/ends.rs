@@ -1,0 +1,184 @@
+//! A wait ends in time: by `flock -w`, by `timeout`, by any signal that is not blocked or ignored.
+
+use std::time::{Duration, Instant};
+
+use libc::{F_OFD_SETLKW, F_RDLCK, F_SETLKW, F_WRLCK, LOCK_EX, LOCK_SH};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::common::Mount;
+use crate::common::agent::{Agent, Fd, Script, count};
+
+/// A generous bound on what the contract gives 100 ms: a loaded machine.
+const SOON: Duration = Duration::from_secs(3);
+
+fn held(mount: &Mount) -> (Agent, Fd) {
+    let holder = Agent::new();
+    let fd = holder.create(&mount.claim("k")).expect("free key");
+    (holder, fd)
+}
+
+/// Nobody is in line, the holder is undisturbed, and the next epoch is the second.
+fn assert_no_phantom(mount: &Mount, holder: &Agent, fd: Fd) {
+    mount.wait_status("k", "an empty line", |status| count(status, "waiters") == 0);
+    assert_eq!(holder.epoch(fd), Ok(1));
+    assert_eq!(mount.status("k")["epoch"], 1, "an interrupted wait takes no epoch");
+    holder.close(fd);
+    assert_eq!(mount.state_of("k"), "free", "no phantom was granted the key");
+    let next = Agent::new();
+    let fd = next.create(&mount.claim("k")).expect("free");
+    assert_eq!(next.epoch(fd), Ok(2));
+}
+
+#[test]
+fn flock_w_ends_on_time() {
+    let mount = Mount::new();
+    let (holder, fd) = held(&mount);
+    for (option, seconds) in [("-w 1", 1.0), ("-w 0.2", 0.2), ("-x -w 0.3", 0.3), ("-s -w 0.3", 0.3)] {
+        let start = Instant::now();
+        let output = mount.bash(&format!("exec flock {option} -E 42 $M/claims/k true"));
+        let took = start.elapsed();
+        assert_eq!(output.status.code(), Some(42), "flock {option}");
+        assert!(
+            took >= Duration::from_secs_f64(seconds) && took < Duration::from_secs_f64(seconds) + SOON,
+            "flock {option}: {took:?}"
+        );
+    }
+    assert_no_phantom(&mount, &holder, fd);
+}
+
+#[test]
+fn timeout_ends_a_blocked_flock_on_time() {
+    let mount = Mount::new();
+    let (holder, fd) = held(&mount);
+    // With -s KILL timeout(1) ends by its own signal, so a shell of its own tells how.
+    for (command, code) in
+        [("timeout 1 flock $M/claims/k true", 124), ("(timeout -s KILL 1 flock $M/claims/k true); exit $?", 137)]
+    {
+        let start = Instant::now();
+        let output = mount.bash(command);
+        let took = start.elapsed();
+        assert_eq!(output.status.code(), Some(code), "{command}");
+        assert!(took >= Duration::from_secs(1) && took < Duration::from_secs(1) + SOON, "{command}: {took:?}");
+    }
+    assert_no_phantom(&mount, &holder, fd);
+}
+
+#[test]
+fn a_deadly_signal_ends_a_waiter_at_once() {
+    let mount = Mount::new();
+    let (holder, fd) = held(&mount);
+    for signal in [Signal::SIGTERM, Signal::SIGKILL, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGSEGV] {
+        let mut waiter = Script::start(&mount, "exec flock $M/claims/k true");
+        mount.wait_status("k", "it waits", |status| count(status, "waiters") == 1);
+        let start = Instant::now();
+        waiter.signal(signal);
+        let status = waiter.wait();
+        assert!(start.elapsed() < SOON, "{signal}: {:?}", start.elapsed());
+        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(signal as i32));
+        mount.wait_status("k", "its place is gone", |status| count(status, "waiters") == 0);
+    }
+    assert_no_phantom(&mount, &holder, fd);
+}
+
+#[test]
+fn control_c_ends_a_script_that_waits() {
+    let mount = Mount::new();
+    let (holder, fd) = held(&mount);
+    // A session of its own, as a terminal's; the signal goes to the whole group.
+    let wait = "exec 9>$M/claims/k; flock 9; echo granted";
+    let mut script = Script::start_with(&mount, &["env", "--default-signal", "setsid", "bash", "-c", wait]);
+    mount.wait_status("k", "it waits", |status| count(status, "waiters") == 1);
+    nix::sys::signal::killpg(nix::unistd::Pid::from_raw(script.pid()), Signal::SIGINT).expect("the group is there");
+    assert!(!script.wait().success());
+    assert_eq!(script.line(), None);
+    assert_no_phantom(&mount, &holder, fd);
+}
+
+#[test]
+fn a_caught_signal_ends_the_wait_with_eintr() {
+    let mount = Mount::new();
+    let (holder, held) = held(&mount);
+    let agent = Agent::new();
+    agent.call("on_signal", json!([libc::SIGUSR1, "raise"])).expect("sigaction");
+    let fd = agent.handle(&mount.claim("k"));
+    let waits = [
+        ("flock", json!([fd, LOCK_EX])),
+        ("flock", json!([fd, LOCK_SH])),
+        ("lock", json!([fd, F_SETLKW, F_WRLCK])),
+        ("lock", json!([fd, F_SETLKW, F_RDLCK])),
+        ("lock", json!([fd, F_OFD_SETLKW, F_WRLCK])),
+        ("lock", json!([fd, F_OFD_SETLKW, F_RDLCK])),
+    ];
+    for (function, arguments) in waits {
+        agent.begin(function, arguments.clone());
+        mount.wait_status("k", "it waits", |status| count(status, "waiters") == 1);
+        agent.signal(Signal::SIGUSR1);
+        let answer = agent.answer_within(SOON).unwrap_or_else(|| panic!("{function} {arguments}: deaf to the signal"));
+        assert_eq!(answer, Err(Errno::EINTR), "{function} {arguments}");
+        mount.wait_status("k", "its place is gone", |status| count(status, "waiters") == 0);
+    }
+    // The handle is none the worse for it.
+    agent.begin_flock(fd, LOCK_EX);
+    mount.wait_status("k", "it waits again", |status| count(status, "waiters") == 1);
+    holder.close(held);
+    agent.answer().expect("granted");
+    assert_eq!(agent.epoch(fd), Ok(2));
+}
+
+#[test]
+fn a_wait_that_goes_on_for_long_still_ends_soon_after_a_signal() {
+    let mount = Mount::new();
+    let (_holder, _fd) = held(&mount);
+    let agent = Agent::new();
+    agent.call("on_signal", json!([libc::SIGUSR1, "raise"])).expect("sigaction");
+    let fd = agent.handle(&mount.claim("k"));
+    agent.begin_flock(fd, LOCK_EX);
+    assert_eq!(agent.answer_within(Duration::from_secs(4)), None, "it waits, and is looked at less and less often");
+    agent.signal(Signal::SIGUSR1);
+    assert_eq!(agent.answer_within(Duration::from_secs(1)), Some(Err(Errno::EINTR)));
+}
+
+#[test]
+fn blocked_and_ignored_signals_do_not_end_a_wait() {
+    let mount = Mount::new();
+    let (holder, held) = held(&mount);
+    let agent = Agent::new();
+    agent.call("on_signal", json!([libc::SIGUSR1, "block"])).expect("sigprocmask");
+    agent.call("on_signal", json!([libc::SIGUSR2, "ignore"])).expect("sigaction");
+    let fd = agent.handle(&mount.claim("k"));
+    agent.begin_flock(fd, LOCK_EX);
+    mount.wait_status("k", "it waits", |status| count(status, "waiters") == 1);
+    // SIGCHLD and SIGWINCH are ignored by default.
+    for signal in [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGCHLD, Signal::SIGWINCH] {
+        agent.signal(signal);
+        assert_eq!(agent.answer_within(Duration::from_millis(300)), None, "{signal}");
+        assert_eq!(count(&mount.status("k"), "waiters"), 1, "{signal}");
+    }
+    holder.close(held);
+    agent.answer().expect("granted");
+    assert_eq!(agent.epoch(fd), Ok(2));
+}
+
+#[test]
+fn a_waiter_killed_while_others_wait_leaves_their_order() {
+    let mount = Mount::new();
+    let (holder, held) = held(&mount);
+    let mut scripts: Vec<Script> = Vec::new();
+    for place in 1..=5u64 {
+        scripts.push(Script::start(
+            &mount,
+            &format!("exec flock $M/claims/k bash -c 'read -r e <$M/claims/k; echo {place} $e'"),
+        ));
+        mount.wait_status("k", "its place", |status| count(status, "waiters") == place);
+    }
+    for place in [4, 1] {
+        scripts[place].signal(Signal::SIGKILL);
+        scripts[place].wait();
+    }
+    mount.wait_status("k", "three are left", |status| count(status, "waiters") == 3);
+    holder.close(held);
+    let said: Vec<Option<String>> = scripts.iter().map(Script::line).collect();
+    assert_eq!(said, [Some("1 2".into()), None, Some("3 3".into()), Some("4 4".into()), None]);
+}
