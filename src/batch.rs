@@ -1,8 +1,9 @@
 //! What has been decided but not yet recorded: the writes, who waits for them, and the way back.
 //!
-//! A batch is one transaction. Until it is committed nobody is told of what it grants. If the commit fails, each key
-//! goes back to where it was before the batch's first change that can be refused; everything refusable is answered with
-//! the error, and what cannot be refused (a handle *was* closed) is applied again and recorded later.
+//! A batch is one transaction. Until it is committed nobody is told of what it grants, nor refused because of it. If the
+//! commit fails, each key goes back to where it was before the batch's first change that can be refused. What was asked
+//! since is answered with the error as if it never was; what cannot be refused (a handle *was* closed) and who got into
+//! line is applied again and recorded later. What came before that point stands.
 
 use std::collections::HashMap;
 
@@ -10,32 +11,42 @@ use crate::error::Error;
 use crate::ids::{Handle, KeyId, NamespaceId, WaiterId};
 use crate::machine::{Input, KeyState, Reply};
 use crate::registry::{NamespaceRow, Write};
+use crate::time::Now;
 
 /// Called once with the answer to a request.
 pub type Done = Box<dyn FnOnce(Result<Reply, Error>) + Send>;
 /// Called once when a key's changes are recorded or taken back.
 pub type Settled = Box<dyn FnOnce() + Send>;
 
-/// A success that is told once the batch is recorded.
+/// What is told once the batch is recorded.
 pub(crate) struct Answer {
     pub done: Done,
-    pub reply: Reply,
-    /// The place in line it was granted from.
-    pub waiter: Option<WaiterId>,
-    /// It stays a success whether or not it could be recorded yet.
+    pub reply: Result<Reply, Error>,
+    /// The key it is about; none for a namespace.
+    pub key: Option<KeyId>,
+    /// What was asked has happened, whether or not it could be recorded yet.
     pub fact: bool,
 }
 
-/// An input that has to be applied again if the key goes back.
+/// An input that has to be applied again, as of its own time, if the key goes back to before it.
 pub(crate) struct Logged {
     pub key: KeyId,
     pub input: Input,
+    pub now: Now,
+}
+
+/// A point in a batch: how much of it came before.
+#[derive(Clone, Copy)]
+pub(crate) struct Mark {
+    pub writes: usize,
+    pub answers: usize,
+    pub log: usize,
 }
 
 /// How to put back what the batch changed.
 pub(crate) enum Undo {
-    /// A key's state, and how many of the batch's writes came before.
-    Key(KeyId, Box<KeyState>, usize),
+    /// A key's state, and the point in the batch at which it was that.
+    Key(KeyId, Box<KeyState>, Mark),
     Namespace(NamespaceId, Option<NamespaceRow>),
 }
 
@@ -44,6 +55,8 @@ pub(crate) enum Undo {
 pub(crate) struct Batch {
     pub number: u64,
     pub writes: Vec<Write>,
+    /// How many of the writes are left from a batch that failed, and not to be taken back.
+    pub carried: usize,
     pub durable: bool,
     /// Somebody waits for it.
     pub urgent: bool,
@@ -69,7 +82,8 @@ impl Batch {
 
     /// Keeps the state from before a key's first change that can be refused.
     pub fn remember(&mut self, key: KeyId, state: KeyState) {
-        self.undo.push(Undo::Key(key, Box::new(state), self.writes.len()));
+        let mark = Mark { writes: self.writes.len(), answers: self.answers.len(), log: self.log.len() };
+        self.undo.push(Undo::Key(key, Box::new(state), mark));
     }
 
     /// Keeps what a namespace was before this change.

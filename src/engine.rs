@@ -8,13 +8,13 @@
 //! Callbacks run without the lock held, on the thread that settled them. [`Engine::flush`] does the I/O; whoever calls
 //! it decides which thread pays.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use crate::batch::{Answer, Batch, Done, Logged, Settled, Undo, Waiting};
+use crate::batch::{Answer, Batch, Done, Logged, Mark, Settled, Undo, Waiting};
 use crate::error::Error;
 use crate::events::{Events, Kind};
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
@@ -90,6 +90,8 @@ struct Inner {
     batch: Batch,
     /// Batches up to this one are settled.
     settled: u64,
+    /// The newest batch that removes a namespace.
+    removes: u64,
     retry_ns: Option<u64>,
     commits: u64,
     events: Events,
@@ -449,6 +451,7 @@ impl Engine {
         if busy {
             return Err(Error::NotEmpty);
         }
+        inner.removes = inner.batch.number;
         inner.set_namespace(NamespaceRow { present: false, ttl_ms: None, ..row }, now, done);
         inner.touch_mtime(parent, now);
         self.publish_hints(&inner);
@@ -566,6 +569,7 @@ impl Inner {
             held: 0,
             batch: Batch::new(1),
             settled: 0,
+            removes: 0,
             retry_ns: None,
             commits: 0,
             events: Events::default(),
@@ -643,8 +647,13 @@ impl Inner {
         let (_, name) = key.split();
         match self.namespaces.child(parent, name) {
             Some(Node::Key(id)) => return Ok(id),
-            // A removed namespace that has had keys keeps its name: they would be found nowhere.
-            Some(Node::Namespace(id)) if self.is_present(Node::Namespace(id)) || self.namespaces.has_children(id) => {
+            // A removed namespace that has had keys keeps its name: they would be found nowhere. So does one that may
+            // come back because its removal is not recorded yet.
+            Some(Node::Namespace(id))
+                if self.is_present(Node::Namespace(id))
+                    || self.namespaces.has_children(id)
+                    || self.removes > self.settled =>
+            {
                 return Err(Error::Exists);
             }
             Some(Node::Namespace(_)) | None => {}
@@ -677,8 +686,14 @@ impl Inner {
 
     /// A handle of a key is gone. A key that was opened, never claimed, and is in nobody's use is forgotten.
     fn closed(&mut self, id: KeyId, now: Now) {
-        let Some(entry) = self.keys.get_mut(&id) else { return };
-        entry.opens = entry.opens.saturating_sub(1);
+        if let Some(entry) = self.keys.get_mut(&id) {
+            entry.opens = entry.opens.saturating_sub(1);
+        }
+        self.forget_unused(id, now);
+    }
+
+    fn forget_unused(&mut self, id: KeyId, now: Now) {
+        let Some(entry) = self.keys.get(&id) else { return };
         if entry.opens > 0 || entry.state.epoch != Epoch(0) || entry.unsettled > self.settled {
             return;
         }
@@ -709,7 +724,7 @@ impl Inner {
         self.batch.writes.push(Write::Namespace(row.clone()));
         let before = self.namespaces.set(row);
         self.batch.remember_namespace(id, before);
-        self.batch.answers.push(Answer { done, reply: Reply::Done, waiter: None, fact: false });
+        self.batch.answers.push(Answer { done, reply: Ok(Reply::Done), key: None, fact: false });
         self.batch.urgent = true;
     }
 
@@ -732,13 +747,12 @@ impl Inner {
             Input::Lock { wait: Some(waiter), claimant, .. } => Some((*waiter, claimant.uid)),
             _ => None,
         };
-        let closes = matches!(input, Input::Close { .. });
+        let (closes, fact) = (matches!(input, Input::Close { .. }), input.is_fact());
         let Some(step) = self.apply(id, input, now) else {
             return ready.push((done, Err(Error::NotFound)));
         };
         let reply = step.reply.clone();
         let changed = !step.changes.is_empty();
-        let fact = !step.changes.iter().any(Change::is_refusable);
         let mut done = Some(done);
         if reply == Ok(Reply::Queued)
             && let Some((waiter, uid)) = waiter
@@ -751,23 +765,19 @@ impl Inner {
             self.closed(id, now);
         }
         let Some(done) = done else { return };
-        match reply {
-            // Nobody waits for the answer to a close, so it does not hurry the batch.
-            Ok(reply) if changed && closes => {
-                self.batch.answers.push(Answer { done, reply, waiter: None, fact: true });
-            }
-            Ok(reply) if changed || self.is_unsettled(id) => {
-                self.touch_batch(now);
-                self.batch.answers.push(Answer { done, reply, waiter: None, fact: fact && !self.is_unsettled(id) });
-                self.batch.urgent = true;
-            }
-            reply => {
-                if let Err(error) = &reply {
-                    self.note_refusal(id, error, now);
-                }
-                ready.push((done, reply));
-            }
+        if let Err(error) = &reply {
+            self.note_refusal(id, error, now);
         }
+        let unsettled = self.is_unsettled(id);
+        if !unsettled && (reply.is_err() || !changed) {
+            return ready.push((done, reply));
+        }
+        // Nobody waits for the answer to a close, so it does not hurry the batch.
+        if !(closes && changed) {
+            self.touch_batch(now);
+            self.batch.urgent = true;
+        }
+        self.batch.answers.push(Answer { done, reply, key: Some(id), fact });
     }
 
     fn is_unsettled(&self, id: KeyId) -> bool {
@@ -793,7 +803,7 @@ impl Inner {
         }
         let stays = fact || step.reply == Ok(Reply::Queued);
         if stays && (unsettled || refusable) {
-            self.batch.log.push(Logged { key: id, input: repeat });
+            self.batch.log.push(Logged { key: id, input: repeat, now });
         }
         Some(step)
     }
@@ -846,17 +856,16 @@ impl Inner {
                 Change::Finished(finished) => Write::Finished(id, finished),
             });
         }
-        let fact = !self.is_unsettled(id);
-        for (waiter, result) in grants {
+        let unsettled = self.is_unsettled(id);
+        for (waiter, reply) in grants {
             let Some(done) = self.waiting.remove(waiter) else { continue };
-            match result {
-                Ok(reply) => {
-                    self.touch_batch(now);
-                    self.batch.answers.push(Answer { done, reply, waiter: Some(waiter), fact });
-                    self.batch.urgent = true;
-                }
-                Err(error) => ready.push((done, Err(error))),
+            if reply == Err(Error::Interrupted) || reply.is_err() && !unsettled {
+                ready.push((done, reply));
+                continue;
             }
+            self.touch_batch(now);
+            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: false });
+            self.batch.urgent = true;
         }
         let newest = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
         for notice in notices {
@@ -922,7 +931,7 @@ impl Inner {
                 self.metrics.commits += u64::from(!batch.writes.is_empty());
                 self.commits += 1;
                 self.retry_ns = None;
-                ready.extend(batch.answers.into_iter().map(|answer| (answer.done, Ok(answer.reply))));
+                ready.extend(batch.answers.into_iter().map(|answer| (answer.done, answer.reply)));
             }
             Err(error) => {
                 self.metrics.commit_failures += 1;
@@ -933,74 +942,109 @@ impl Inner {
 
     /// Takes back what a batch that could not be recorded granted, and what was granted since on top of it. What cannot
     /// be taken back is kept for the next batch.
-    fn roll_back(&mut self, failed: Batch, error: Error, now: Now, ready: &mut Ready) {
+    fn roll_back(&mut self, mut failed: Batch, error: Error, now: Now, ready: &mut Ready) {
         let next = Batch::new(self.batch.number + 1);
-        let gathered = std::mem::replace(&mut self.batch, next);
-        let mut undone: HashMap<KeyId, usize> = HashMap::new();
-        let mut granted = BTreeSet::new();
-        let mut kept = Vec::new();
-        let mut log = Vec::new();
-        for mut batch in [gathered, failed] {
-            let mut writes_before = HashMap::new();
-            for undo in batch.take_undo() {
-                match undo {
-                    Undo::Key(id, state, writes) => {
-                        if let Some(entry) = self.keys.get_mut(&id) {
-                            entry.state = *state;
-                        }
-                        writes_before.insert(id, writes);
-                    }
-                    Undo::Namespace(_, Some(row)) => {
-                        self.namespaces.set(row);
-                    }
-                    Undo::Namespace(id, None) => self.namespaces.remove(id),
+        let mut gathered = std::mem::replace(&mut self.batch, next);
+        let (since, before) = (self.undo(&mut gathered), self.undo(&mut failed));
+        let mut again = Vec::new();
+        let mut undone = BTreeSet::new();
+        for (batch, marks) in [(failed, before), (gathered, since)] {
+            // Whether the state that was put back has this in it: the key did not go back to before this batch, nor
+            // within the batch to before this point.
+            let stands = |key: KeyId, at: usize, of: fn(&Mark) -> usize| {
+                !undone.contains(&key) && marks.get(&key).is_none_or(|mark| at < of(mark))
+            };
+            for (at, write) in batch.writes.into_iter().enumerate() {
+                let keep = match write.key() {
+                    Some(key) => is_naming(&write) || stands(key, at, |mark| mark.writes),
+                    None => at < batch.carried,
+                };
+                if keep {
+                    self.batch.writes.push(write);
                 }
             }
-            // A key that went back further than this batch takes none of the batch's writes along.
-            kept.retain(|write: &Write| {
-                write.key().is_none_or(|key| !writes_before.contains_key(&key) || is_naming(write))
-            });
-            let writes = batch.writes.into_iter().enumerate().filter(|(index, write)| match write.key() {
-                Some(key) => is_naming(write) || writes_before.get(&key).is_none_or(|before| index < before),
-                None => false,
-            });
-            kept.splice(0..0, writes.map(|(_, write)| write));
-            undone.extend(writes_before);
-            for answer in batch.answers {
-                if !answer.fact {
-                    granted.extend(answer.waiter);
+            for (at, answer) in batch.answers.into_iter().enumerate() {
+                if answer.fact || answer.key.is_some_and(|key| stands(key, at, |mark| mark.answers)) {
+                    ready.push((answer.done, answer.reply));
+                } else {
+                    ready.push((answer.done, Err(error.clone())));
                 }
-                let result = if answer.fact { Ok(answer.reply) } else { Err(error.clone()) };
-                ready.push((answer.done, result));
             }
-            log.splice(0..0, batch.log);
-            self.batch.settled.append(&mut batch.settled);
+            let log = batch.log.into_iter().enumerate();
+            again
+                .extend(log.filter(|(at, logged)| !stands(logged.key, *at, |mark| mark.log)).map(|(_, logged)| logged));
+            self.batch.settled.extend(batch.settled);
+            undone.extend(marks.into_keys());
         }
-        self.batch.writes = kept;
+        self.batch.carried = self.batch.writes.len();
         self.batch.since_ns = now.boot_ns;
+        self.batch.urgent = !self.batch.settled.is_empty();
         self.retry_ns = Some(now.boot_ns + RETRY_NS);
-        for id in undone.keys() {
+        self.removes = 0;
+        for id in &undone {
             if let Some(entry) = self.keys.get_mut(id) {
-                entry.unsettled = 0;
-                entry.state.line.retain(|waiter| !granted.contains(&waiter.id));
+                // Who was answered, refused now or interrupted before, is not in line again.
+                entry.state.line.retain(|waiter| self.waiting.key(waiter.id).is_some());
             }
         }
-        for Logged { key, input } in log {
-            let answered =
-                matches!(&input, Input::Lock { wait: Some(waiter), .. } if self.waiting.key(*waiter).is_none());
-            if undone.contains_key(&key)
-                && !answered
-                && let Some(step) = self.apply(key, input, now)
-            {
-                self.absorb(key, step, now, ready);
-            }
+        for Logged { key, input, now: at } in again {
+            self.repeat(key, input, at, ready);
         }
         // Whoever is in line for a key that is free again must not wait for the next request.
-        for key in undone.into_keys() {
-            if let Some(step) = self.apply(key, Input::Tick, now) {
-                self.absorb(key, step, now, ready);
+        for key in undone {
+            self.repeat(key, Input::Tick, now, ready);
+            self.forget_unused(key, now);
+        }
+    }
+
+    /// Puts back what a batch changed; where in the batch each key was that.
+    fn undo(&mut self, batch: &mut Batch) -> BTreeMap<KeyId, Mark> {
+        let mut marks = BTreeMap::new();
+        for undo in batch.take_undo() {
+            match undo {
+                Undo::Key(id, state, mark) => {
+                    if let Some(entry) = self.keys.get_mut(&id) {
+                        // Whoever polls has seen that count, so it does not go back.
+                        let changes = entry.state.changes + 1;
+                        entry.state = KeyState { changes, ..*state };
+                        entry.unsettled = 0;
+                    }
+                    marks.insert(id, mark);
+                }
+                Undo::Namespace(_, Some(row)) => {
+                    self.namespaces.set(row);
+                }
+                Undo::Namespace(id, None) if self.namespaces.has_children(id) => {
+                    // A key below it has its number already and would be found nowhere: as if removed again.
+                    if let Some(namespace) = self.namespaces.get(id) {
+                        let row = NamespaceRow { present: false, ..namespace.row.clone() };
+                        self.namespaces.set(row.clone());
+                        self.batch.writes.push(Write::Namespace(row));
+                    }
+                }
+                Undo::Namespace(id, None) => self.namespaces.remove(id),
             }
         }
+        marks
+    }
+
+    /// Applies again what a key that was put back does not have in its state. Who waited and need not any more is
+    /// answered; who was answered in the meantime is not put in line again.
+    fn repeat(&mut self, key: KeyId, input: Input, now: Now, ready: &mut Ready) {
+        let waiter = match &input {
+            Input::Lock { wait, .. } => *wait,
+            _ => None,
+        };
+        if waiter.is_some_and(|waiter| self.waiting.key(waiter).is_none()) {
+            return;
+        }
+        let Some(mut step) = self.apply(key, input, now) else { return };
+        if let Some(waiter) = waiter
+            && step.reply != Ok(Reply::Queued)
+        {
+            step.grants.insert(0, (waiter, step.reply.clone()));
+        }
+        self.absorb(key, step, now, ready);
     }
 }
 

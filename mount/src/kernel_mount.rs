@@ -5,7 +5,6 @@
 use std::fs::OpenOptions;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -17,8 +16,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::{getegid, geteuid};
 
-/// The filesystem type in `/proc/self/mountinfo`.
-pub const FS_TYPE: &str = "fuse.leasefs";
+use crate::mountinfo::{FS_TYPE, is_leasefs, mounts};
 
 /// How to mount.
 #[derive(Clone, Debug)]
@@ -47,7 +45,7 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
         bail!("{shown} is not a directory: give an empty directory");
     }
     let path = path.canonicalize().with_context(|| format!("{shown}"))?;
-    if find(&path)?.is_some() {
+    if is_leasefs(&path)? {
         bail!("{shown} is already a leasefs mount: use it, or `leasefs unmount {shown}` first");
     }
     let is_mountpoint = path
@@ -204,77 +202,8 @@ pub fn disconnect(mountpoint: &Path, detach: bool) -> io::Result<()> {
     }
 }
 
-/// A mount as `/proc/self/mountinfo` lists it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mounted {
-    /// Where.
-    pub path: PathBuf,
-    /// Filesystem type.
-    pub fs_type: String,
-    /// Device number, `major:minor`.
-    pub device: String,
-}
-
-/// Every mount of this mount namespace.
-///
-/// # Errors
-/// Where `/proc` cannot be read.
-pub fn mounts() -> io::Result<Vec<Mounted>> {
-    let text = std::fs::read("/proc/self/mountinfo")?;
-    Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
-}
-
-/// The leasefs mount on this path, if it is one.
-///
-/// # Errors
-/// Where `/proc` cannot be read.
-pub fn find(path: &Path) -> io::Result<Option<Mounted>> {
-    Ok(mounts()?.into_iter().rev().find(|mount| mount.path == path && mount.fs_type == FS_TYPE))
-}
-
-fn parse(line: &[u8]) -> Option<Mounted> {
-    let mut fields = line.split(|byte| *byte == b' ');
-    let device = String::from_utf8(fields.nth(2)?.to_vec()).ok()?;
-    let path = unescape(fields.nth(1)?);
-    let fs_type = String::from_utf8(fields.skip_while(|field| *field != b"-").nth(1)?.to_vec()).ok()?;
-    Some(Mounted { path: PathBuf::from(std::ffi::OsStr::from_bytes(&path)), fs_type, device })
-}
-
-/// Undoes the kernel's `\040` for blank, tab, newline and backslash.
-fn unescape(field: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((first, after)) = rest.split_first() {
-        let octal = after.get(..3).filter(|_| *first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
-        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) => {
-                out.push(byte);
-                rest = &after[3..];
-            }
-            None => {
-                out.push(*first);
-                rest = after;
-            }
-        }
-    }
-    out
-}
-
 /// Whether the kernel would abort the connection because one request waits for long (Linux 6.15 and later).
 pub fn request_timeout_s() -> u64 {
     let read = |name: &str| std::fs::read_to_string(format!("/proc/sys/fs/fuse/{name}")).ok();
     read("max_request_timeout").and_then(|text| text.trim().parse().ok()).unwrap_or(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_mount_with_blanks_in_its_path_is_found() {
-        let line = br"36 35 98:0 / /mnt/a\040b\134c rw,noatime shared:1 - fuse.leasefs leasefs rw";
-        let mounted = parse(line).expect("a mount");
-        assert_eq!(mounted.path, Path::new(r"/mnt/a b\c"));
-        assert_eq!((mounted.fs_type.as_str(), mounted.device.as_str()), ("fuse.leasefs", "98:0"));
-    }
 }

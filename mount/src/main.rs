@@ -6,6 +6,7 @@ mod errno;
 mod fs;
 mod ino;
 mod kernel_mount;
+mod mountinfo;
 mod process;
 mod server;
 mod timekeeper;

@@ -2,11 +2,17 @@
 //!
 //! A process is told from a later one of the same number by files of `/proc` kept open: reading one whose process is
 //! gone fails, whatever runs under the number by then. What cannot be seen proves nothing.
+//!
+//! # What must not be read
+//! `/proc/PID/stat` waits while the process is inside `execve(2)`, and that may be waiting for us: it closes files, and
+//! the close of a draft is a request. So `stat` is read only of a thread that waits for an answer to something else, or
+//! that has no memory any more, which `statm` tells without waiting.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 
 use leasefs::machine::{Process, Why};
@@ -18,8 +24,6 @@ const CAPACITY: usize = 512;
 const MAX_COMMAND: usize = 256;
 /// `PF_SIGNALED` in field 9 of `/proc/PID/stat`: a signal killed it.
 const PF_SIGNALED: u64 = 0x400;
-/// `PF_EXITING`.
-const PF_EXITING: u64 = 0x4;
 
 /// A thread's process and what it runs.
 #[derive(Clone, Debug)]
@@ -40,12 +44,12 @@ struct Known {
 #[derive(Default)]
 pub struct Processes {
     known: Mutex<HashMap<u32, Known>>,
-    stat_files: Mutex<HashMap<u32, (u64, File)>>,
+    memory: Mutex<HashMap<u32, (u64, File)>>,
 }
 
 impl Processes {
-    /// The process a thread belongs to. The thread is waiting for the server's answer, so it is there, unless it is in
-    /// a pid namespace the server does not see.
+    /// The process of the thread whose request is being answered. It is waiting for the answer, so it is there, unless
+    /// it is in a pid namespace the server does not see.
     pub fn identify(&self, tid: u32) -> Seen {
         let mut known = self.known.lock();
         let mut comm = [0; 32];
@@ -61,6 +65,7 @@ impl Processes {
         match Known::read(tid) {
             Ok(new) => {
                 let seen = new.seen.clone();
+                self.remember_memory(seen.process);
                 known.insert(tid, new);
                 seen
             }
@@ -68,26 +73,57 @@ impl Processes {
         }
     }
 
+    /// Keeps the file that tells whether the process has memory, while it is certain whose it is.
+    fn remember_memory(&self, process: Process) {
+        let mut memory = self.memory.lock();
+        if memory.get(&process.pid).is_some_and(|(start, _)| *start == process.start_time) {
+            return;
+        }
+        if memory.len() >= CAPACITY {
+            memory.clear();
+        }
+        if let Ok(file) = File::open(format!("/proc/{}/statm", process.pid)) {
+            memory.insert(process.pid, (process.start_time, file));
+        }
+    }
+
+    /// Whether a process seen before still has memory: `None` where that was too long ago to tell.
+    fn has_memory(&self, process: Process) -> Option<bool> {
+        let memory = self.memory.lock();
+        let (_, file) = memory.get(&process.pid).filter(|(start, _)| *start == process.start_time)?;
+        Some(has_memory(file))
+    }
+
+    /// Whether a process seen before is there and at work. One that cannot be told about is taken for gone, which only
+    /// decides who is shown as the holder.
+    pub fn is_alive(&self, process: Process) -> bool {
+        process.pid != 0 && self.has_memory(process) == Some(true)
+    }
+
     /// How a handle went that this process opened: `closed`, `exited`, or `killed by signal N`.
     pub fn why_gone(&self, process: Process) -> Why {
         if process.pid == 0 {
             return Why::from("closed");
         }
-        let mut files = self.stat_files.lock();
-        if files.get(&process.pid).is_none_or(|(start, _)| *start != process.start_time) {
-            if files.len() >= CAPACITY {
-                files.clear();
+        match self.has_memory(process) {
+            Some(true) => Why::from("closed"),
+            Some(false) => {
+                let stat = File::open(format!("/proc/{}/stat", process.pid)).and_then(|file| Stat::read(&file));
+                match stat {
+                    Ok(stat) if stat.start_time == process.start_time => stat.why(),
+                    _ => Why::from("exited"),
+                }
             }
-            if let Ok(file) = File::open(format!("/proc/{}/stat", process.pid)) {
-                files.insert(process.pid, (process.start_time, file));
-            }
-        }
-        let stat = files.get(&process.pid).and_then(|(_, file)| Stat::read(file).ok());
-        match stat {
-            Some(stat) if stat.start_time == process.start_time => stat.why(),
-            _ => Why::from("exited"),
+            None if Path::new(&format!("/proc/{}", process.pid)).exists() => Why::from("closed"),
+            None => Why::from("exited"),
         }
     }
+}
+
+/// Whether the thread of a `/proc/TID/statm` has memory: one that is exiting or gone has none.
+fn has_memory(statm: &File) -> bool {
+    let mut buffer = [0; 64];
+    statm.read_at(&mut buffer, 0).is_ok_and(|length| length > 0 && buffer[0] != b'0')
 }
 
 impl Known {
@@ -115,7 +151,6 @@ fn command_line(pid: u32) -> Option<String> {
 /// The fields of `/proc/PID/stat` that matter here.
 struct Stat {
     flags: u64,
-    zombie: bool,
     start_time: u64,
     /// As `wait(2)` gives it, for the whole process; 0 while it runs.
     exit_code: i64,
@@ -130,12 +165,7 @@ impl Stat {
         let after = text.rsplit_once(") ").map(|(_, after)| after).ok_or(io::ErrorKind::InvalidData)?;
         let fields: Vec<&str> = after.split_ascii_whitespace().collect();
         let number = |index: usize| fields.get(index).and_then(|value| value.parse::<i64>().ok()).unwrap_or(0);
-        Ok(Stat {
-            zombie: matches!(fields.first(), Some(&"Z" | &"X")),
-            flags: number(6).cast_unsigned(),
-            start_time: number(19).cast_unsigned(),
-            exit_code: number(49),
-        })
+        Ok(Stat { flags: number(6).cast_unsigned(), start_time: number(19).cast_unsigned(), exit_code: number(49) })
     }
 
     fn signal(&self) -> i64 {
@@ -143,9 +173,6 @@ impl Stat {
     }
 
     fn why(&self) -> Why {
-        if !self.zombie && self.flags & PF_EXITING == 0 {
-            return Why::from("closed");
-        }
         match self.signal() {
             0 => Why::from("exited"),
             signal => Why::from(format!("killed by signal {signal}")),
@@ -158,6 +185,10 @@ impl Stat {
 /// Threads of a process that exits by itself are ended by the kernel with a signal of its own, so the flag alone would
 /// take them for killed: the exit code of the process decides.
 pub fn is_killed(tid: u32) -> bool {
+    // One that has memory closes the file of its own accord, or is inside execve(2).
+    if File::open(format!("/proc/{tid}/statm")).map_or(true, |statm| has_memory(&statm)) {
+        return false;
+    }
     File::open(format!("/proc/{tid}/stat"))
         .and_then(|file| Stat::read(&file))
         .is_ok_and(|stat| stat.flags & PF_SIGNALED != 0 && stat.signal() != 0)

@@ -19,7 +19,7 @@ use nix::unistd::{getegid, geteuid};
 
 use crate::fs::{LeaseFs, Settings};
 use crate::kernel_mount::{self, Options};
-use crate::{clock, timekeeper};
+use crate::{clock, mountinfo, timekeeper};
 
 /// How a tree is to be served.
 #[derive(Clone, Debug)]
@@ -114,7 +114,7 @@ struct Unmount(PathBuf);
 
 impl Drop for Unmount {
     fn drop(&mut self) {
-        if kernel_mount::find(&self.0).is_ok_and(|mount| mount.is_some()) {
+        if mountinfo::is_leasefs(&self.0).is_ok_and(|mounted| mounted) {
             let _ = kernel_mount::disconnect(&self.0, true);
         }
     }
@@ -257,7 +257,7 @@ fn check_outside(path: &Path, mountpoint: &Path) -> Result<()> {
     if real.starts_with(mountpoint) {
         bail!("state directory {} is inside the mountpoint: use a --state outside it", path.display());
     }
-    let trees = kernel_mount::mounts()?.into_iter().filter(|mount| mount.fs_type == kernel_mount::FS_TYPE);
+    let trees = mountinfo::mounts()?.into_iter().filter(|mount| mount.fs_type == mountinfo::FS_TYPE);
     if let Some(tree) = trees.map(|mount| mount.path).find(|tree| real.starts_with(tree)) {
         let tree = tree.display();
         bail!("state directory {} is inside the leasefs tree {tree}: use a --state outside it", path.display());

@@ -184,7 +184,7 @@ pub enum Change {
 impl Change {
     /// Whether it can be taken back while nobody was told. The end of an attempt cannot: it has happened.
     pub fn is_refusable(&self) -> bool {
-        !matches!(self, Change::Ended(_) | Change::Finished(_))
+        !matches!(self, Change::Ended(_))
     }
 
     /// Whether it must survive a power cut before anyone is told (§3, §6).

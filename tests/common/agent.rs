@@ -4,7 +4,7 @@
 //! holds copies of every descriptor between fork and exec, which keeps a lease alive. So handles live in [`Agent`]s,
 //! single-threaded processes forked from one parent that opens nothing (`agent.py`), or in [`Script`]s.
 
-use std::io::{BufRead, BufReader, IoSlice, Read, Write};
+use std::io::{BufRead, BufReader, IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -393,12 +393,9 @@ impl Drop for Stray {
 
 /// Has the process ended? A zombie has closed its files already, once the last of its threads is gone.
 pub fn has_ended(pid: i32) -> bool {
-    let mut text = String::new();
-    let read = std::fs::File::open(format!("/proc/{pid}/stat")).and_then(|mut file| file.read_to_string(&mut text));
-    if read.is_err() {
-        return true;
-    }
-    let zombie = text.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']));
+    // Not `stat`: reading that waits for a process in execve(2), which may wait for the tree.
+    let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { return true };
+    let zombie = status.lines().any(|line| line.starts_with("State:\tZ") || line.starts_with("State:\tX"));
     zombie && std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count) <= 1
 }
 

@@ -12,6 +12,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::mount::MntFlags;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use tempfile::TempDir;
 
 /// The binary under test.
@@ -24,6 +27,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Mount {
     dir: TempDir,
     mounted: bool,
+    server: Option<i32>,
 }
 
 impl Mount {
@@ -34,7 +38,7 @@ impl Mount {
         // Other uids walk through it to reach the mountpoint.
         set_mode(dir.path(), 0o755);
         fs::create_dir(dir.path().join("mnt")).expect("mountpoint");
-        let mut mount = Mount { dir, mounted: false };
+        let mut mount = Mount { dir, mounted: false, server: None };
         mount.start(options);
         mount
     }
@@ -59,6 +63,7 @@ impl Mount {
         let output = command.args(options).stdin(Stdio::null()).output().expect("leasefs mount runs");
         assert!(output.status.success(), "leasefs mount failed: {}", String::from_utf8_lossy(&output.stderr));
         self.mounted = true;
+        self.server = self.server_pid();
     }
 
     /// The mountpoint.
@@ -170,18 +175,22 @@ impl Drop for Mount {
         if !self.mounted {
             return;
         }
-        let pid = self.server_pid();
-        let unmounted = Command::new(LEASEFS)
-            .arg("unmount")
-            .arg(self.root())
-            .stderr(Stdio::null())
-            .status()
-            .is_ok_and(|status| status.success());
-        if !unmounted {
-            // A process of a failed test may still hold a handle: detach, and end the server by its pid.
-            let _ = Command::new("umount").arg("-l").arg(self.root()).stderr(Stdio::null()).status();
-            if let Some(pid) = pid {
-                let _ = Command::new("kill").arg("-9").arg(pid.to_string()).status();
+        let child = Command::new(LEASEFS).arg("unmount").arg(self.root()).stderr(Stdio::null()).spawn();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let mut unmounted = None;
+        if let Ok(mut child) = child {
+            while unmounted.is_none() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(2));
+                unmounted = child.try_wait().ok().flatten().map(|status| status.success());
+            }
+        }
+        if unmounted != Some(true) {
+            // A process of a failed test may still hold a handle, or the server may be stuck: cut its clients off,
+            // detach, and end the server by its pid.
+            let _ = nix::mount::umount2(&self.root(), MntFlags::MNT_FORCE);
+            let _ = nix::mount::umount2(&self.root(), MntFlags::MNT_DETACH);
+            if let Some(pid) = self.server {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
     }

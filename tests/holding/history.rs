@@ -4,7 +4,7 @@ use libc::{LOCK_EX, LOCK_UN};
 use nix::sys::signal::Signal;
 
 use crate::common::agent::{Agent, Script};
-use crate::common::{Mount, assert_ok, stdout};
+use crate::common::{Mount, assert_ok, stdout, wait_for};
 
 /// What history prints, and the outcome that status tells.
 fn ended(mount: &Mount, key: &str) -> (String, String) {
@@ -14,10 +14,14 @@ fn ended(mount: &Mount, key: &str) -> (String, String) {
     (stdout(&output), outcome)
 }
 
+/// The tree says at once that it was released; the registry, which `history` reads, is a moment behind.
 fn assert_released(mount: &Mount, key: &str, why: &str) {
-    let (history, outcome) = ended(mount, key);
+    let (_, outcome) = ended(mount, key);
     assert_eq!(outcome, "released", "{key}");
-    assert!(history.contains("released") && history.contains(why), "{key} was {why}: {history}");
+    wait_for(&format!("history of {key}: released, {why}"), || {
+        let (history, _) = ended(mount, key);
+        history.contains("released") && history.contains(why)
+    });
 }
 
 #[test]

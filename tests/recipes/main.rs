@@ -203,7 +203,8 @@ fn run_records_its_result_and_takes_both_keys() {
     let output = kitchen.cook("run");
     assert_ok(&output);
     kitchen.assert_finished("nightly", 1, "42\n");
-    assert_eq!(kitchen.mount.status("nightly")["ttl_ms"], 600_000);
+    let history = stdout(&kitchen.mount.leasefs(&["history", "nightly", "--json"]));
+    assert!(history.contains("\"ttl_ms\":600000"), "{history}");
     let said = stdout(&output);
     assert_eq!(said.matches("\"state\":\"held\"").count(), 2, "{said}");
     assert_eq!(kitchen.mount.state_of("db/main"), "free");

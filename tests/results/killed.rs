@@ -176,3 +176,28 @@ fn what_a_killed_writer_had_synced_stays() {
     assert_eq!(fs::read_to_string(mount.result("k", 1)).expect("committed"), "synced");
     assert_eq!(mount.state_of("k"), "finished");
 }
+
+#[test]
+fn a_program_started_while_a_draft_is_open_stops_nobody() {
+    let mount = Mount::new();
+    let path = mount.result("k", 1);
+    let parent = Agent::new();
+    let fd = parent.create(&mount.claim("k")).expect("free key");
+    let draft = parent.handle(&path);
+    parent.write(draft, "all of it").expect("registered attempt");
+    // execve(2) closes the close-on-exec copy, and until that is answered nobody can look at the process in /proc.
+    for _ in 0..20 {
+        let child = parent.fork();
+        child.begin("execvp", json!(["true", ["true"]]));
+        child.wait_end();
+    }
+    assert!(!path.exists(), "the parent has it open");
+    let child = parent.fork();
+    child.write(draft, ", or more").expect("registered attempt");
+    child.begin("execvp", json!(["true", ["true"]]));
+    child.wait_end();
+    assert!(!path.exists(), "the parent has it open");
+    parent.close(draft);
+    assert_eq!(fs::read_to_string(&path).expect("committed"), "all of it, or more");
+    parent.close(fd);
+}

@@ -4,7 +4,6 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -15,6 +14,7 @@ use nix::unistd::{AccessFlags, access};
 use serde::Deserialize;
 
 use super::show;
+use crate::mountinfo;
 
 /// Which tree is meant.
 #[derive(clap::Args, Debug, Default)]
@@ -147,7 +147,11 @@ impl Tree {
     pub fn find(args: &TreeArgs, keys: &[String]) -> Result<Tree> {
         let root = match &args.root {
             Some(root) => root.clone(),
-            None => choose(&mounts()?, keys, std::env::current_dir().ok().as_deref())?,
+            None => choose(
+                &mountinfo::trees().context("/proc/self/mountinfo")?,
+                keys,
+                std::env::current_dir().ok().as_deref(),
+            )?,
         };
         Tree::at(&root)
     }
@@ -314,64 +318,9 @@ fn choose(mounts: &[PathBuf], keys: &[String], cwd: Option<&Path>) -> Result<Pat
     }
 }
 
-fn mounts() -> Result<Vec<PathBuf>> {
-    let path = "/proc/self/mountinfo";
-    Ok(parse_mountinfo(&fs::read(path).context(path)?))
-}
-
-/// The mountpoints of whole leasefs trees; a bind mount of a part of one has no `.leasefs`.
-fn parse_mountinfo(text: &[u8]) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = text.split(|byte| *byte == b'\n').filter_map(leasefs_mountpoint).collect();
-    found.sort();
-    found.dedup();
-    found
-}
-
-fn leasefs_mountpoint(line: &[u8]) -> Option<PathBuf> {
-    let mut fields = line.split(|byte| *byte == b' ');
-    let root = fields.nth(3)?;
-    let mountpoint = fields.next()?;
-    let fstype = fields.skip_while(|field| *field != b"-").nth(1)?;
-    (fstype == b"fuse.leasefs" && root == b"/").then(|| unescape(mountpoint))
-}
-
-/// Undoes the kernel's `\040` for blanks and the like.
-fn unescape(field: &[u8]) -> PathBuf {
-    let mut bytes = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let [first, tail @ ..] = rest {
-        let octal = tail.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
-        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) if *first == b'\\' => {
-                bytes.push(byte);
-                rest = &tail[3..];
-            }
-            _ => {
-                bytes.push(*first);
-                rest = tail;
-            }
-        }
-    }
-    PathBuf::from(std::ffi::OsString::from_vec(bytes))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const MOUNTINFO: &[u8] = b"\
-22 1 0:21 / /proc rw,nosuid shared:5 - proc proc rw\n\
-90 22 0:50 / /srv/with\\040blank rw,nosuid,nodev shared:7 master:2 - fuse.leasefs leasefs rw,user_id=0\n\
-91 22 0:51 / /mnt/a rw - fuse.leasefs leasefs rw\n\
-92 22 0:51 /claims/team /box/claims rw - fuse.leasefs leasefs rw\n\
-93 22 0:52 / /mnt/other rw - fuse.sshfs host: rw\n\
-94 22 0:51 / /mnt/a rw - fuse.leasefs leasefs rw\n";
-
-    #[test]
-    fn whole_trees_are_found_among_the_mounts() {
-        assert_eq!(parse_mountinfo(MOUNTINFO), [PathBuf::from("/mnt/a"), PathBuf::from("/srv/with blank")]);
-        assert_eq!(parse_mountinfo(b"garbage\n\n1 2"), Vec::<PathBuf>::new());
-    }
 
     #[test]
     fn the_working_directory_then_the_only_mount_decides() {

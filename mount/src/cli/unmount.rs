@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::kernel_mount;
+use crate::{kernel_mount, mountinfo};
 
 /// How long a server may take to record what is left and end.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -25,8 +25,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let shown = args.mountpoint.display();
     let path = resolve(&args.mountpoint).with_context(|| format!("{shown}"))?;
-    if kernel_mount::find(&path)?.is_none() {
-        bail!("{shown} is not a leasefs mount: see `findmnt -t {}`", kernel_mount::FS_TYPE);
+    if !mountinfo::is_leasefs(&path)? {
+        bail!("{shown} is not a leasefs mount: see `findmnt -t {}`", mountinfo::FS_TYPE);
     }
     let server = server_of(&path);
     match kernel_mount::disconnect(&path, false) {

@@ -43,22 +43,17 @@ fn claim_flags() -> FopenFlags {
 }
 
 impl LeaseFs {
-    fn claimant(&self, req: &Request, opener: Process, locker: &Seen) -> Claimant {
+    fn claimant(&self, req: &Request, opener: &Seen, locker: &Seen) -> Claimant {
         // Whoever opened the handle keeps it; a flock(1) that locked it for its shell is gone a moment later.
-        let by_other = opener.pid != 0 && !opener.is(locker.process);
-        let (holder, command) = if by_other {
-            let seen = self.processes.identify(opener.pid);
-            if seen.process.is(opener) { (opener, seen.command) } else { (locker.process, locker.command.clone()) }
-        } else {
-            (locker.process, locker.command.clone())
-        };
+        let by_other = !opener.process.is(locker.process) && self.processes.is_alive(opener.process);
+        let shown = if by_other { opener } else { locker };
         Claimant {
             uid: req.uid(),
             gid: req.gid(),
-            holder,
-            opener,
+            holder: shown.process,
+            opener: opener.process,
             locker: locker.process,
-            command,
+            command: shown.command.clone(),
             unique: req.unique().0 & !RESEND,
         }
     }
@@ -78,7 +73,7 @@ impl LeaseFs {
         };
         let handle = self.engine.new_handle();
         let seen = self.processes.identify(req.pid());
-        self.open_handle(handle, Open::Claim { key, opener: seen.process, snapshot: Snapshot::default() });
+        self.open_handle(handle, Open::Claim { key, opener: seen.clone(), snapshot: Snapshot::default() });
         let fs = self.clone();
         let created = move |reply: ReplyCreate| match fs.attributes(Node::Claim(key), now) {
             Some(attr) => reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), claim_flags()),
@@ -88,7 +83,7 @@ impl LeaseFs {
             // The inode number is told, so it has to be recorded; nothing else is.
             return self.engine.when_recorded(Box::new(move || created(reply)));
         }
-        let claimant = self.claimant(req, seen.process, &seen);
+        let claimant = self.claimant(req, &seen, &seen);
         let fs = self.clone();
         let done = move |result: Result<_, Error>| match result {
             Ok(_) => created(reply),
@@ -106,7 +101,7 @@ impl LeaseFs {
             return reply.error(errno(&error));
         }
         let handle = self.engine.new_handle();
-        let opener = self.processes.identify(req.pid()).process;
+        let opener = self.processes.identify(req.pid());
         self.open_handle(handle, Open::Claim { key, opener, snapshot: Snapshot::default() });
         reply.opened(FileHandle(handle.0), claim_flags());
     }
@@ -128,7 +123,7 @@ impl LeaseFs {
     pub(super) fn lock(&self, req: &Request, request: &LockRequest, reply: ReplyEmpty) {
         let now = clock::now();
         let open = self.with_handle(request.handle, |open| match open {
-            Open::Claim { key, opener, .. } => Some((*key, *opener)),
+            Open::Claim { key, opener, .. } => Some((*key, opener.clone())),
             _ => None,
         });
         let Some((key, opener)) = open.flatten() else { return reply.error(Errno::ENOLCK) };
@@ -151,7 +146,7 @@ impl LeaseFs {
             return reply.error(Errno::EACCES);
         }
         let locker = self.processes.identify(req.pid());
-        let claimant = self.claimant(req, opener, &locker);
+        let claimant = self.claimant(req, &opener, &locker);
         let wait = request.sleep.then(|| self.engine.new_waiter());
         if let Some(waiter) = wait {
             self.watcher.add(Wait::Lock(waiter), req.pid());

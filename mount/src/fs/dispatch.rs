@@ -273,7 +273,7 @@ impl Filesystem for LeaseFs {
         let open = self.handles.lock().remove(&fh.0);
         self.forget_polls(fh.0);
         match open {
-            Some(Open::Claim { key, opener, .. }) => self.close_claim(fh.0, key, opener, reply),
+            Some(Open::Claim { key, opener, .. }) => self.close_claim(fh.0, key, opener.process, reply),
             Some(Open::Draft(draft)) => self.close_draft(draft, fh.0, reply),
             _ => reply.ok(),
         }

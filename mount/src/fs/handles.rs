@@ -9,6 +9,7 @@ use leasefs::{Epoch, Handle, KeyId};
 
 use super::Shared;
 use crate::ino::Control;
+use crate::process::Seen;
 
 /// Text read in pieces: taken anew by a read from the start, so that no reader sees half of one and half of another.
 #[derive(Default)]
@@ -52,7 +53,7 @@ pub enum Open {
         /// The key.
         key: KeyId,
         /// Who opened it.
-        opener: Process,
+        opener: Seen,
         /// What is read from it.
         snapshot: Snapshot,
     },
@@ -106,7 +107,7 @@ impl Shared {
     pub(super) fn handles_of(&self, key: KeyId, process: Process) -> Vec<Handle> {
         let handles = self.handles.lock();
         let of_process = |(handle, open): (&u64, &Open)| match open {
-            Open::Claim { key: of, opener, .. } if *of == key && opener.is(process) => Some(Handle(*handle)),
+            Open::Claim { key: of, opener, .. } if *of == key && opener.process.is(process) => Some(Handle(*handle)),
             _ => None,
         };
         handles.iter().filter_map(of_process).collect()

@@ -1,0 +1,474 @@
+//! Keys of a real engine under random play, and the verdict: what everybody was told and what is left has to be what the
+//! contract's model says of the requests that were not refused by the registry.
+//!
+//! So a refused request has to be as if it never was, a granted one as if there were no faults, and what has happened
+//! (a handle *was* closed) has to count in either case.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use leasefs::engine::KeyEntry;
+use leasefs::machine::Input;
+use leasefs::{Engine, Epoch, Error, Handle, Key, KeyId, NamespaceId, Now, Ttl, WaiterId};
+use parking_lot::Mutex;
+use proptest::prelude::*;
+
+use crate::contract::{Contract, Told};
+use crate::machine::compare;
+use crate::players::{Act, MAX_OPEN, Numbers, Pause, Players, act, after, moment, ttl};
+use crate::rig::{Fate, Rig, TTL_MS};
+
+/// The keys that are played for; one in a namespace with a TTL of its own.
+const KEYS: [(&str, &str); 3] = [("", "a"), ("", "b"), ("ns", "c")];
+/// The TTL in `ns`.
+const NS_TTL_MS: u64 = 300;
+/// Waiters the registry refused of which two explanations are tried.
+const MAX_EXPLAINED: usize = 6;
+
+/// A step of a game.
+#[derive(Clone, Debug)]
+pub enum Turn {
+    /// Something is done with a key.
+    Play(usize, Act),
+    /// Time passes, measured by a key's deadline.
+    Wait(usize, Pause),
+    /// What was decided is recorded, or not.
+    Flush(Vec<Fate>),
+    /// As above; while the first commit is on its way other things are done.
+    Slow(Vec<Fate>, Vec<(usize, Act)>),
+    /// The server ends and another is started; perhaps the machine was rebooted in between.
+    Restart(bool),
+}
+
+fn seat() -> impl Strategy<Value = usize> {
+    prop_oneof![6 => Just(0usize), 2 => Just(1), 2 => Just(2)]
+}
+
+/// A step of a game with faults or of one with restarts.
+pub fn turn(faults: bool) -> impl Strategy<Value = Turn> {
+    let fate = move || {
+        let weight = u32::from(faults) * 4;
+        prop_oneof![5 => Just(Fate::Done), weight => Just(Fate::DiskFull), weight => Just(Fate::Broken)]
+    };
+    let fates = move || prop::collection::vec(fate(), 1..4);
+    let waits = prop_oneof![
+        (1..400u64).prop_map(Pause::Ms),
+        prop_oneof![Just(-1i64), Just(0), Just(1)].prop_map(Pause::Deadline)
+    ];
+    prop_oneof![
+        30 => (seat(), act()).prop_map(|(seat, act)| Turn::Play(seat, act)),
+        3 => (seat(), waits).prop_map(|(seat, pause)| Turn::Wait(seat, pause)),
+        8 => fates().prop_map(Turn::Flush),
+        5 => (fates(), prop::collection::vec((seat(), act()), 1..6)).prop_map(|(fates, acts)| Turn::Slow(fates, acts)),
+        u32::from(!faults) => any::<bool>().prop_map(Turn::Restart),
+    ]
+}
+
+enum Entry {
+    Asked {
+        input: Input,
+        now_ns: u64,
+        told: Vec<Told>,
+        seen: bool,
+    },
+    /// A waiter was told that the registry refused.
+    Refused(WaiterId, u64),
+    Restarted {
+        rebooted: bool,
+    },
+}
+
+impl Entry {
+    fn told(&self) -> Option<(&Input, &Told)> {
+        match self {
+            Entry::Asked { input, told, .. } => told.first().map(|told| (input, told)),
+            _ => None,
+        }
+    }
+}
+
+struct Seat {
+    parent: NamespaceId,
+    name: &'static str,
+    key: Key,
+    ttl: Ttl,
+    players: Players,
+    history: Arc<Mutex<Vec<Entry>>>,
+}
+
+/// Keys, players and an engine.
+pub struct Game {
+    rig: Option<Rig>,
+    seats: Vec<Seat>,
+    now_ns: u64,
+    /// The wall clock goes on over a reboot, the boot clock does not.
+    wall_offset_ms: i64,
+    boots: u32,
+}
+
+struct EngineNumbers<'a>(&'a Engine);
+
+impl Numbers for EngineNumbers<'_> {
+    fn handle(&mut self) -> Handle {
+        self.0.new_handle()
+    }
+
+    fn waiter(&mut self) -> WaiterId {
+        self.0.new_waiter()
+    }
+}
+
+/// What a draft has in it, so that no result is mistaken for another.
+fn content(draft: Handle) -> Vec<u8> {
+    format!("written by {draft}{}", "!".repeat(usize::try_from(draft.0 % 7).unwrap_or(0))).into_bytes()
+}
+
+fn is_refusal(told: &Told) -> bool {
+    matches!(told, Err(Error::Storage { .. }))
+}
+
+impl Game {
+    pub fn new() -> Game {
+        let now_ns = 1_000_000_000;
+        let rig = Rig::new(moment(now_ns));
+        let ns = rig
+            .engine
+            .mkdir(NamespaceId::ROOT, b"ns", 0o777, &leasefs::namespaces::Credentials::default(), moment(now_ns), {
+                Box::new(|told| assert!(told.is_ok()))
+            })
+            .expect("a namespace");
+        let set_ttl = |row: &mut leasefs::registry::NamespaceRow| row.ttl_ms = Some(NS_TTL_MS);
+        rig.engine.change_namespace(ns, moment(now_ns), set_ttl, Box::new(|_| ())).expect("a namespace");
+        rig.engine.flush(moment(now_ns));
+        let seats = KEYS
+            .iter()
+            .map(|(parent, name)| Seat {
+                parent: if parent.is_empty() { NamespaceId::ROOT } else { ns },
+                name,
+                key: Key::join(parent, name.as_bytes()).expect("a key"),
+                ttl: if parent.is_empty() { ttl(TTL_MS) } else { ttl(NS_TTL_MS) },
+                players: Players::default(),
+                history: Arc::default(),
+            })
+            .collect();
+        Game { rig: Some(rig), seats, now_ns, wall_offset_ms: 0, boots: 1 }
+    }
+
+    pub fn rig(&self) -> &Rig {
+        self.rig.as_ref().expect("taken only while restarting")
+    }
+
+    fn now(&self) -> Now {
+        let now = moment(self.now_ns);
+        Now { wall_ms: now.wall_ms + self.wall_offset_ms, ..now }
+    }
+
+    fn id(&self, seat: usize) -> Option<KeyId> {
+        self.rig().engine.find(&self.seats[seat].key)
+    }
+
+    fn look<R>(&self, seat: usize, look: impl FnOnce(&KeyEntry) -> R) -> Option<R> {
+        self.rig().engine.view(self.id(seat)?, |entry, _| look(entry))
+    }
+
+    /// Does one thing with a key, as the mount would.
+    fn play(&mut self, at: usize, act: Act) {
+        let now = self.now();
+        let engine = Arc::clone(&self.rig().engine);
+        let known = self.id(at);
+        let epoch = self.look(at, |entry| entry.state.epoch).unwrap_or_default();
+        let seat = &mut self.seats[at];
+        if matches!(act, Act::Open) && seat.players.files.len() < MAX_OPEN || matches!(act, Act::Create { .. }) {
+            engine.open_name(seat.parent, seat.name.as_bytes(), now).expect("a key's name");
+        } else if known.is_none() || matches!(act, Act::Open) {
+            return;
+        }
+        let Some(mut input) = seat.players.input(act, epoch, &mut EngineNumbers(&engine)) else { return };
+        match &mut input {
+            Input::OpenDraft { handle, .. } => {
+                let mut file = engine.results.create_draft(*handle).expect("a draft");
+                std::io::Write::write_all(&mut file, &content(*handle)).expect("a draft is written");
+            }
+            Input::Commit { handle, size } => *size = content(*handle).len() as u64,
+            _ => {}
+        }
+        let key = engine.find(&seat.key).expect("it was opened or known");
+        let asked = Entry::Asked { input: input.clone(), now_ns: self.now_ns, told: Vec::new(), seen: false };
+        let history = Arc::clone(&seat.history);
+        let number = history.lock().len();
+        history.lock().push(asked);
+        let done = told(history, number, Arc::downgrade(&engine), key, input.clone(), now);
+        engine.submit(key, input, now, Box::new(done));
+    }
+
+    /// Players learn what they were granted.
+    fn collect(&mut self) {
+        for seat in &mut self.seats {
+            for entry in seat.history.lock().iter_mut() {
+                if let Entry::Asked { input, told, seen, .. } = entry
+                    && !std::mem::replace(seen, !told.is_empty())
+                    && told.first().is_some_and(Result::is_ok)
+                {
+                    seat.players.granted(input);
+                }
+            }
+        }
+    }
+
+    /// Everything decided so far is recorded; the disk is well.
+    fn settle(game: &Mutex<Game>) {
+        let (engine, now) = {
+            let game = game.lock();
+            game.rig().orders.clear();
+            (Arc::clone(&game.rig().engine), game.now())
+        };
+        engine.flush(now);
+        engine.flush(now);
+        game.lock().collect();
+    }
+
+    /// Takes a turn.
+    pub fn take(game: &Arc<Mutex<Game>>, turn: &Turn) {
+        match turn {
+            Turn::Play(seat, act) => {
+                let mut game = game.lock();
+                game.play(*seat, *act);
+                game.collect();
+            }
+            Turn::Wait(seat, pause) => {
+                Game::settle(game);
+                let engine = {
+                    let mut game = game.lock();
+                    let deadline_ns = game.look(*seat, |entry| entry.state.deadline_ns()).flatten();
+                    game.now_ns = after(game.now_ns, *pause, deadline_ns);
+                    let now_ns = game.now_ns;
+                    for seat in &game.seats {
+                        let told = vec![Ok(leasefs::machine::Reply::Done)];
+                        seat.history.lock().push(Entry::Asked { input: Input::Tick, now_ns, told, seen: true });
+                    }
+                    Arc::clone(&game.rig().engine)
+                };
+                let now = game.lock().now();
+                let _ = engine.tick(now);
+            }
+            Turn::Flush(fates) => Game::flush(game, fates, &[]),
+            Turn::Slow(fates, acts) => Game::flush(game, fates, acts),
+            Turn::Restart(rebooted) => {
+                Game::settle(game);
+                game.lock().restart(*rebooted);
+            }
+        }
+    }
+
+    fn flush(game: &Arc<Mutex<Game>>, fates: &[Fate], acts: &[(usize, Act)]) {
+        let (engine, orders, now) = {
+            let game = game.lock();
+            (Arc::clone(&game.rig().engine), game.rig().orders.clone(), game.now())
+        };
+        orders.expect(fates.iter().copied());
+        if !acts.is_empty() {
+            let (game, acts) = (Arc::downgrade(game), acts.to_vec());
+            orders.meanwhile(move || {
+                let Some(game) = game.upgrade() else { return };
+                for (seat, act) in acts {
+                    game.lock().play(seat, act);
+                }
+            });
+        }
+        engine.flush(now);
+        orders.catch_up();
+        orders.clear();
+        game.lock().collect();
+    }
+
+    fn restart(&mut self, rebooted: bool) {
+        let before = self.now();
+        self.boots += u32::from(rebooted);
+        if rebooted {
+            self.now_ns = 5_000_000_000;
+            self.wall_offset_ms += before.wall_ms + 60_000 - self.now().wall_ms;
+        }
+        for seat in &mut self.seats {
+            seat.players.leave();
+            seat.history.lock().push(Entry::Restarted { rebooted });
+        }
+        let (now, boot_id) = (self.now(), format!("boot-{}", self.boots));
+        self.rig = self.rig.take().map(|rig| rig.restart(&boot_id, now));
+    }
+
+    /// Ends all faults, and judges.
+    pub fn verdict(game: &Arc<Mutex<Game>>) -> Result<(), TestCaseError> {
+        Game::settle(game);
+        let game = game.lock();
+        let rig = game.rig();
+        let mut committed = 0;
+        for (at, seat) in game.seats.iter().enumerate() {
+            game.explain(at)?;
+            committed += game.check_results(seat)?;
+        }
+        prop_assert_eq!(rig.result_files(), committed, "a result file for each commit");
+        let drafts: usize = game.seats.iter().map(|seat| seat.players.drafts.len()).sum();
+        prop_assert!(rig.draft_files() <= drafts, "drafts are left over");
+        let found = rig.violations();
+        prop_assert!(found.is_empty(), "leasefs verify finds {:?}", found);
+        Ok(())
+    }
+
+    /// Every result that was committed is there with its own bytes; how many there are.
+    fn check_results(&self, seat: &Seat) -> Result<usize, TestCaseError> {
+        let Some(id) = self.rig().engine.find(&seat.key) else { return Ok(0) };
+        let mut epochs: HashMap<Handle, Epoch> = HashMap::new();
+        let mut committed = 0;
+        for entry in seat.history.lock().iter() {
+            let Entry::Asked { input, told, .. } = entry else { continue };
+            match input {
+                Input::OpenDraft { handle, epoch, .. } => drop(epochs.insert(*handle, *epoch)),
+                Input::Commit { handle, .. } if told.first().is_some_and(Result::is_ok) => {
+                    let epoch = epochs[handle];
+                    prop_assert_eq!(self.rig().result(id, epoch), Some(content(*handle)), "I-ONE-RESULT of {}", epoch);
+                    let stored = self.rig().engine.result_of(id, epoch).ok().flatten();
+                    prop_assert_eq!(stored.map(|result| result.size), Some(content(*handle).len() as u64));
+                    committed += 1;
+                }
+                _ => {}
+            }
+        }
+        Ok(committed)
+    }
+
+    /// Finds out whether the model explains a key's history. Where a commit was refused, a waiter that got nothing may
+    /// have left before it got into line, or out of it: both are right.
+    fn explain(&self, at: usize) -> Result<(), TestCaseError> {
+        let seat = &self.seats[at];
+        let history = seat.history.lock();
+        let told = || history.iter().filter_map(Entry::told);
+        let faulty = told().any(|(_, told)| is_refusal(told));
+        let left = |(input, told): (&Input, &Told)| match (input, told) {
+            (Input::Lock { wait, .. }, Err(_)) if faulty => *wait,
+            _ => None,
+        };
+        let doomed: Vec<WaiterId> = told().filter_map(left).collect();
+        let mut first = Ok(());
+        for choice in 0..1u32 << doomed.len().min(MAX_EXPLAINED) {
+            let never_in_line = |waiter: WaiterId| {
+                doomed
+                    .iter()
+                    .position(|other| *other == waiter)
+                    .is_some_and(|at| at < MAX_EXPLAINED && choice >> at & 1 == 1)
+            };
+            let model = Contract::new(doomed.iter().copied().collect());
+            match self.replay(at, &history, model, faulty, never_in_line) {
+                Ok(()) => return Ok(()),
+                Err(problem) if choice == 0 => first = Err(problem),
+                Err(_) => {}
+            }
+        }
+        first
+    }
+
+    fn replay(
+        &self,
+        at: usize,
+        history: &[Entry],
+        mut model: Contract,
+        faulty: bool,
+        never_in_line: impl Fn(WaiterId) -> bool,
+    ) -> Result<(), TestCaseError> {
+        let seat = &self.seats[at];
+        let mut waiting: HashMap<WaiterId, (usize, &Vec<Told>)> = HashMap::new();
+        for (number, entry) in history.iter().enumerate() {
+            let grants = match entry {
+                Entry::Refused(waiter, now_ns) => {
+                    waiting.remove(waiter);
+                    model.refuse(*waiter, *now_ns, seat.ttl)
+                }
+                Entry::Restarted { rebooted } => {
+                    model.restart(*rebooted);
+                    waiting.clear();
+                    Vec::new()
+                }
+                Entry::Asked { input, now_ns, told, .. } => {
+                    prop_assert!(told.len() <= 1, "request {} was answered {:?}", number, told);
+                    let waiter = match input {
+                        Input::Lock { wait, .. } => *wait,
+                        _ => None,
+                    };
+                    let refused = told.first().is_some_and(is_refusal);
+                    prop_assert!(!(refused && input.is_fact()), "{:?} happened, and was refused", input);
+                    if refused && waiter.is_none() || waiter.is_some_and(&never_in_line) {
+                        continue;
+                    }
+                    let refused = refused || waiter.is_some_and(|waiter| model.is_doomed(waiter));
+                    let (reply, grants) = model.step(input, *now_ns, seat.ttl);
+                    match (reply, waiter) {
+                        (Ok(leasefs::machine::Reply::Queued), Some(waiter)) => {
+                            waiting.insert(waiter, (number, told));
+                        }
+                        _ if refused => {}
+                        // What was on top of a refused request may have been told of it, and happened all the same.
+                        (reply, _) if faulty && input.is_fact() => {
+                            prop_assert_eq!(told.len(), 1, "{:?}: {:?}", input, reply)
+                        }
+                        (reply, _) => prop_assert_eq!(told, &[reply], "the answer to request {}: {:?}", number, input),
+                    }
+                    grants
+                }
+            };
+            for (waiter, reply) in grants {
+                let (number, told) = waiting.remove(&waiter).expect("granted in line");
+                prop_assert!(
+                    told == &[reply.clone()] || told.first().is_some_and(is_refusal),
+                    "waiter {} (request {}) was told {:?} and not {:?}",
+                    waiter,
+                    number,
+                    told,
+                    reply
+                );
+            }
+        }
+        for (number, told) in waiting.iter().filter(|(waiter, _)| !model.is_doomed(**waiter)).map(|(_, asked)| asked) {
+            prop_assert!(told.is_empty(), "request {} still waits by the contract, but was told {:?}", number, told);
+        }
+        match self.look(at, |entry| compare(&entry.state, &model, self.now_ns)) {
+            Some(compared) => compared,
+            None => {
+                prop_assert_eq!(
+                    (model.epoch, model.sharers.len(), model.line.len()),
+                    (0, 0, 0),
+                    "the key was forgotten"
+                );
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Notes an answer, and does what the mount does on it.
+fn told(
+    history: Arc<Mutex<Vec<Entry>>>,
+    number: usize,
+    engine: Weak<Engine>,
+    key: KeyId,
+    input: Input,
+    now: Now,
+) -> impl FnOnce(Told) + Send {
+    move |answer| {
+        if let Some(engine) = engine.upgrade() {
+            match &input {
+                Input::Create { .. } if answer.is_err() => engine.not_opened(key, now),
+                Input::OpenDraft { handle, .. } if answer.is_err() => engine.results.discard(*handle),
+                Input::CloseDraft { handle } => engine.results.discard(*handle),
+                _ => {}
+            }
+        }
+        let mut history = history.lock();
+        if let Input::Lock { wait: Some(waiter), .. } = &input
+            && is_refusal(&answer)
+        {
+            history.push(Entry::Refused(*waiter, now.boot_ns));
+        }
+        if let Entry::Asked { told, .. } = &mut history[number] {
+            told.push(answer);
+        }
+    }
+}
