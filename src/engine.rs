@@ -28,7 +28,7 @@ use crate::time::Now;
 use crate::ttl::Ttl;
 
 /// How long a write nobody waits for may stay in memory, in nanoseconds.
-const LAZY_NS: u64 = 5_000_000;
+const LAZY_NS: u64 = 20_000_000;
 /// How long to leave a registry alone that just failed, in nanoseconds.
 const RETRY_NS: u64 = 500_000_000;
 /// Transactions between two checkpoints.
@@ -272,11 +272,11 @@ impl Engine {
         let mut published = 0;
         let publish = || -> Result<(), Error> {
             for (draft, key, epoch) in &drafts {
-                self.results.publish(*draft, *key, *epoch, durable)?;
+                self.results.publish(*draft, *key, *epoch, durable).map_err(file_fault)?;
                 published += 1;
             }
             if durable && !drafts.is_empty() {
-                self.results.sync_names()?;
+                self.results.sync_names().map_err(file_fault)?;
             }
             if batch.writes.is_empty() { Ok(()) } else { registry.commit(&batch.writes, durable) }
         };
@@ -1046,6 +1046,13 @@ impl Inner {
         }
         self.absorb(key, step, now, ready);
     }
+}
+
+/// A fault of a result's file, as everybody in its batch is told of it: a draft that is gone is no `ENOENT` to a claim.
+fn file_fault(error: std::io::Error) -> Error {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    let errno = error.raw_os_error().filter(|_| matches!(error.kind(), StorageFull | QuotaExceeded));
+    Error::storage(errno, format!("results: {error}"))
 }
 
 /// Whether a write only gives a key its number, which clients have seen as an inode number, or takes it away.

@@ -201,8 +201,24 @@ pub fn groups(tid: u32) -> Vec<u32> {
     groups.split_ascii_whitespace().filter_map(|group| group.parse().ok()).collect()
 }
 
+/// What a thread that waits for an answer has been sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pending {
+    /// Nothing that would end a wait.
+    Nothing,
+    /// A signal that another thread of its process may be about to take. To be looked at again soon.
+    Perhaps,
+    /// A signal of its own, or it is gone.
+    Signal,
+}
+
 /// A thread that waits for an answer, watched for signals.
-pub struct Watched(File);
+pub struct Watched {
+    status: File,
+    tid: u32,
+    /// Signals to the process seen at the last look.
+    shared: u64,
+}
 
 impl Watched {
     /// Begins to watch.
@@ -210,17 +226,72 @@ impl Watched {
     /// # Errors
     /// Where the thread cannot be seen.
     pub fn open(tid: u32) -> io::Result<Watched> {
-        File::open(format!("/proc/{tid}/status")).map(Watched)
+        Ok(Watched { status: File::open(format!("/proc/{tid}/status"))?, tid, shared: 0 })
     }
 
-    /// Whether a signal waits for it that is neither blocked nor ignored. A thread that is gone counts as signalled.
-    pub fn has_signal(&self) -> bool {
+    /// Whether a signal waits for this very thread that is neither blocked nor ignored.
+    ///
+    /// A signal to the process is for one thread of it, and only that one can be told `EINTR`: to any other the kernel
+    /// would return a number that is no errno (512).
+    pub fn look(&mut self) -> Pending {
         let mut buffer = [0; 4096];
-        let Ok(length) = self.0.read_at(&mut buffer, 0) else { return true };
-        let text = String::from_utf8_lossy(&buffer[..length]);
-        let mask = |name: &str| field(&text, name).and_then(|hex| u64::from_str_radix(hex, 16).ok()).unwrap_or(0);
-        let pending = mask("SigPnd:") | mask("ShdPnd:");
-        pending & !mask("SigBlk:") & !mask("SigIgn:") != 0
+        let Ok(length) = self.status.read_at(&mut buffer, 0) else { return Pending::Signal };
+        let signals = Signals::parse(&String::from_utf8_lossy(&buffer[..length]));
+        if signals.own != 0 || signals.shared != 0 && signals.is_alone(self.tid) {
+            return Pending::Signal;
+        }
+        // The kernel prefers the first thread. Among the others it is as good as taken by whoever is not stuck here.
+        let shared = signals.shared & signals.blocked_by_first();
+        let lasting = shared & self.shared;
+        self.shared = shared;
+        match (shared, lasting) {
+            (0, _) => Pending::Nothing,
+            (_, 0) => Pending::Perhaps,
+            _ => Pending::Signal,
+        }
+    }
+}
+
+/// The signals of `/proc/TID/status`.
+struct Signals {
+    pid: u32,
+    threads: u32,
+    is_zombie: bool,
+    blocked: u64,
+    /// Pending for the thread, neither blocked nor ignored.
+    own: u64,
+    /// Pending for its process, neither blocked nor ignored.
+    shared: u64,
+}
+
+impl Signals {
+    fn parse(status: &str) -> Signals {
+        let mask = |name: &str| field(status, name).and_then(|hex| u64::from_str_radix(hex, 16).ok()).unwrap_or(0);
+        let number = |name: &str| field(status, name).and_then(|value| value.parse().ok()).unwrap_or(0);
+        let (blocked, ignored) = (mask("SigBlk:"), mask("SigIgn:"));
+        Signals {
+            pid: number("Tgid:"),
+            threads: number("Threads:"),
+            is_zombie: field(status, "State:").is_some_and(|state| state.starts_with('Z')),
+            blocked,
+            own: mask("SigPnd:") & !blocked & !ignored,
+            shared: mask("ShdPnd:") & !blocked & !ignored,
+        }
+    }
+
+    /// Whether a signal to the process can only be for this thread, or is by the kernel's preference.
+    fn is_alone(&self, tid: u32) -> bool {
+        self.threads <= 1 || self.pid == tid
+    }
+
+    /// The signals that the first thread of the process does not take.
+    fn blocked_by_first(&self) -> u64 {
+        if self.shared == 0 {
+            return 0;
+        }
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap_or_default();
+        let first = Signals::parse(&status);
+        if first.is_zombie || status.is_empty() { u64::MAX } else { first.blocked }
     }
 }
 

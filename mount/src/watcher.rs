@@ -10,10 +10,12 @@ use leasefs::WaiterId;
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock;
-use crate::process::Watched;
+use crate::process::{Pending, Watched};
 
 const FIRST_NS: u64 = 20_000_000;
 const LONGEST_NS: u64 = 80_000_000;
+/// After a look that found what may be for another thread.
+const AGAIN_NS: u64 = 10_000_000;
 /// A thread in a pid namespace that cannot be seen is asked once a second whether it still wants to wait: by `EINTR`.
 const UNSEEN_NS: u64 = 1_000_000_000;
 
@@ -100,11 +102,16 @@ impl Entry {
         if self.watched.is_none() {
             self.watched = Watched::open(self.tid).ok();
         }
-        match &self.watched {
+        match &mut self.watched {
             Some(watched) => {
-                self.interval_ns = (self.interval_ns * 3 / 2).min(LONGEST_NS);
-                self.next_ns = now_ns + self.interval_ns;
-                watched.has_signal()
+                let pending = watched.look();
+                self.next_ns = if pending == Pending::Perhaps {
+                    now_ns + AGAIN_NS
+                } else {
+                    self.interval_ns = (self.interval_ns * 3 / 2).min(LONGEST_NS);
+                    now_ns + self.interval_ns
+                };
+                pending == Pending::Signal
             }
             None if self.tid == 0 && self.interval_ns < UNSEEN_NS => {
                 self.interval_ns = UNSEEN_NS;

@@ -242,7 +242,7 @@ impl KeyState {
     /// Applies an input. A refused input changes nothing but what time alone changes.
     pub fn apply(&mut self, input: Input, context: Context) -> Step {
         let mut fx = Effects::default();
-        let before = (self.applied_state(), self.epoch);
+        let before = self.told();
         self.expire_if_due(context, &mut fx);
         let reply = match input {
             Input::Tick => {
@@ -269,11 +269,16 @@ impl KeyState {
             Input::Commit { handle, size } => self.commit(handle, size, context, &mut fx),
             Input::CloseDraft { handle } => self.close_draft(handle, context, &mut fx),
         };
-        if before != (self.applied_state(), self.epoch) {
+        if before != self.told() {
             self.changes += 1;
             self.changed_at = context.now;
         }
         Step { reply, changes: fx.changes, grants: fx.grants, notices: fx.notices }
+    }
+
+    /// What those who poll the status are woken for: the state, whose it is, and the result that came.
+    fn told(&self) -> (State, Epoch, Option<Epoch>) {
+        (self.applied_state(), self.epoch, self.latest_result.map(|(epoch, _)| epoch))
     }
 }
 

@@ -63,7 +63,7 @@ pub struct KeyState {
     pub drafts: BTreeMap<Handle, Epoch>,
     /// The newest committed result and its attempt.
     pub latest_result: Option<(Epoch, ResultMeta)>,
-    /// Counts changes of state or epoch, for `POLLPRI`.
+    /// Counts changes of state, epoch or newest result, for `POLLPRI`.
     pub changes: u64,
     /// When the state last changed.
     pub changed_at: Now,

@@ -1,1 +1,156 @@
+//! Corners of the rules that once were wrong, each by the behaviour the contract asks for. What is usual is covered by
+//! the model in `tests/model`.
 
+use std::sync::Arc;
+
+use super::*;
+
+const NOW: Now = Now { boot_ns: 5_000_000_000, wall_ms: 1_700_000_000_000 };
+const PROCESS: Owner = Owner(7);
+
+fn claimant() -> Claimant {
+    let process = Process { pid: 100, start_time: 1 };
+    let (holder, opener, locker) = (process, process, process);
+    Claimant { uid: 1000, gid: 1000, holder, opener, locker, command: Arc::from("sh"), unique: 2 }
+}
+
+/// A key and a moment.
+#[derive(Default)]
+struct Bench {
+    key: KeyState,
+    elapsed_ns: u64,
+}
+
+impl Bench {
+    fn apply(&mut self, input: Input) -> Step {
+        let now = Now { boot_ns: NOW.boot_ns + self.elapsed_ns, ..NOW };
+        self.key.apply(input, Context { now, ttl: Ttl::DEFAULT })
+    }
+
+    fn create(&mut self, handle: u64) -> Result<Reply, Error> {
+        self.apply(Input::Create { handle: Handle(handle), claimant: claimant() }).reply
+    }
+
+    fn lock(&mut self, handle: u64, owner: Owner, mode: Mode) -> Step {
+        self.apply(Input::Lock { handle: Handle(handle), owner, mode, wait: None, claimant: claimant() })
+    }
+
+    fn wait(&mut self, waiter: u64, handle: u64, owner: Owner, mode: Mode) {
+        let wait = Some(WaiterId(waiter));
+        let step = self.apply(Input::Lock { handle: Handle(handle), owner, mode, wait, claimant: claimant() });
+        assert_eq!(step.reply, Ok(Reply::Queued));
+        assert_eq!(step.grants, []);
+    }
+
+    fn unlock(&mut self, handle: u64, owner: Owner) -> Step {
+        self.apply(Input::Unlock { handle: Handle(handle), owner })
+    }
+
+    fn close(&mut self, handle: u64) -> Step {
+        self.apply(Input::Close { handle: Handle(handle), why: Arc::from("closed") })
+    }
+
+    fn expire(&mut self) -> Step {
+        self.elapsed_ns += Ttl::DEFAULT.as_nanos();
+        self.apply(Input::Tick)
+    }
+}
+
+fn renewed(waiter: u64) -> Grant {
+    (WaiterId(waiter), Ok(Reply::Renewed(Epoch(1))))
+}
+
+#[test]
+fn an_owner_that_joins_the_lease_does_not_leave_its_other_thread_waiting() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.wait(1, 2, PROCESS, Mode::Exclusive);
+    let step = bench.lock(1, PROCESS, Mode::Exclusive);
+    assert_eq!((step.reply, step.grants), (Ok(Reply::Renewed(Epoch(1))), vec![renewed(1)]));
+}
+
+#[test]
+fn an_owner_that_joined_from_the_line_can_unlock() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.wait(1, 2, Owner(20), Mode::Exclusive);
+    bench.wait(2, 2, PROCESS, Mode::Exclusive);
+    bench.elapsed_ns = 1_000;
+    let grants = bench.close(1).grants;
+    let renewed = (WaiterId(2), Ok(Reply::Renewed(Epoch(2))));
+    assert_eq!(grants, [(WaiterId(1), Ok(Reply::Claimed(Epoch(2)))), renewed]);
+    bench.unlock(2, PROCESS).reply.unwrap();
+    assert_eq!(bench.key.state(NOW), State::Free);
+}
+
+#[test]
+fn a_share_does_not_end_with_another_owners_on_the_same_handle() {
+    let mut bench = Bench::default();
+    for owner in [Owner(10), PROCESS] {
+        assert_eq!(bench.lock(1, owner, Mode::Shared).reply, Ok(Reply::Shared));
+    }
+    bench.unlock(1, Owner(10)).reply.unwrap();
+    assert_eq!(bench.key.state(NOW), State::Shared);
+    assert_eq!(bench.create(2), Err(Error::Taken));
+    bench.unlock(1, PROCESS).reply.unwrap();
+    assert_eq!(bench.key.state(NOW), State::Free);
+}
+
+#[test]
+fn an_upgrade_is_not_in_its_own_way() {
+    let mut bench = Bench::default();
+    // A flock on one handle and the process's POSIX lock on another; then the process locks the first.
+    bench.lock(1, Owner(10), Mode::Shared).reply.unwrap();
+    bench.lock(2, PROCESS, Mode::Shared).reply.unwrap();
+    assert_eq!(bench.lock(1, PROCESS, Mode::Exclusive).reply, Ok(Reply::Claimed(Epoch(1))));
+    assert!(bench.key.sharers.is_empty());
+}
+
+#[test]
+fn an_upgrade_in_line_is_not_in_its_own_way() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.wait(1, 2, PROCESS, Mode::Shared);
+    bench.wait(2, 2, PROCESS, Mode::Exclusive);
+    let shared = (WaiterId(1), Ok(Reply::Shared));
+    assert_eq!(bench.close(1).grants, [shared, (WaiterId(2), Ok(Reply::Claimed(Epoch(2))))]);
+    assert!(bench.key.sharers.is_empty());
+}
+
+#[test]
+fn a_handle_that_lost_its_lease_gets_nothing_from_the_line() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.wait(1, 2, Owner(20), Mode::Exclusive);
+    bench.wait(2, 2, Owner(20), Mode::Shared);
+    bench.close(1);
+    assert_eq!(bench.expire().grants, [(WaiterId(2), Err(Error::Stale))]);
+    assert!(bench.key.sharers.is_empty());
+}
+
+#[test]
+fn the_result_of_a_dead_holder_may_still_be_recorded() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    let lose = Input::Lose { epoch: Epoch(1), why: Arc::from("its process is gone") };
+    bench.apply(lose).reply.unwrap();
+    assert_eq!((bench.key.state(NOW), bench.key.last_outcome()), (State::Free, Some(Outcome::Lost)));
+    let draft = Handle(9);
+    bench.apply(Input::OpenDraft { handle: draft, epoch: Epoch(1), uid: 1000 }).reply.unwrap();
+    assert_eq!(bench.create(2), Err(Error::Taken), "the draft keeps the key");
+    bench.apply(Input::Commit { handle: draft, size: 1 }).reply.unwrap();
+    bench.apply(Input::CloseDraft { handle: draft }).reply.unwrap();
+    assert_eq!(bench.key.state(NOW), State::Finished);
+}
+
+#[test]
+fn a_draft_keeps_the_attempt_of_a_holder_that_is_found_dead() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    let draft = Handle(9);
+    bench.apply(Input::OpenDraft { handle: draft, epoch: Epoch(1), uid: 1000 }).reply.unwrap();
+    bench.apply(Input::Lose { epoch: Epoch(1), why: Arc::from("its process is gone") }).reply.unwrap();
+    assert_eq!(bench.key.state(NOW), State::Reporting);
+    assert_eq!(bench.apply(Input::Renew { handle: Handle(1), note: None }).reply, Err(Error::Stale));
+    assert_eq!(bench.key.check_draft(draft, NOW), Ok(Epoch(1)));
+}

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rusqlite::{Connection, OpenFlags, Row, Transaction, TransactionBehavior, params};
+use rusqlite::{Connection, OpenFlags, Row, TransactionBehavior, params};
 
 pub use super::sqlite_read::Reader;
 use super::sqlite_read::{SqliteCheckpoint, SqliteRead};
@@ -115,11 +115,19 @@ impl SqliteRegistry {
 
     fn try_commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Failure> {
         self.set_sync(durable)?;
-        let tx = self.connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        for write in writes {
-            apply(&tx, write)?;
+        // A transaction object would have these two parsed anew every time.
+        self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
+        let written = writes.iter().try_for_each(|write| apply(&self.connection, write));
+        let committed = written.and_then(|()| {
+            self.connection.prepare_cached("COMMIT")?.execute([])?;
+            Ok(())
+        });
+        if let Err(failure) = committed {
+            if !self.connection.is_autocommit() {
+                self.connection.execute_batch("ROLLBACK")?;
+            }
+            return Err(failure);
         }
-        tx.commit()?;
         self.commits += 1;
         if self.commits >= COMMITS_PER_CHECKPOINT {
             self.commits = 0;
@@ -163,7 +171,7 @@ impl Registry for SqliteRegistry {
     }
 }
 
-fn apply(tx: &Transaction<'_>, write: &Write) -> Result<(), Failure> {
+fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
     match write {
         Write::Key(id, key) => {
             let mut insert = tx.prepare_cached("INSERT INTO keys(id, path) VALUES (?1, ?2)")?;
@@ -257,7 +265,7 @@ fn apply(tx: &Transaction<'_>, write: &Write) -> Result<(), Failure> {
     }
 }
 
-fn claim(tx: &Transaction<'_>, id: KeyId, a: &Attempt) -> Result<(), Failure> {
+fn claim(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
     let counted = tx
         .prepare_cached("UPDATE keys SET epoch = ?2, finished = 0 WHERE id = ?1 AND epoch = ?2 - 1")?
         .execute(params![id.0, a.epoch.0])?;
@@ -297,7 +305,7 @@ fn claim(tx: &Transaction<'_>, id: KeyId, a: &Attempt) -> Result<(), Failure> {
     Ok(())
 }
 
-fn set_finished(tx: &Transaction<'_>, id: KeyId, finished: bool) -> Result<(), Failure> {
+fn set_finished(tx: &Connection, id: KeyId, finished: bool) -> Result<(), Failure> {
     tx.prepare_cached("UPDATE keys SET finished = ?2 WHERE id = ?1")?.execute(params![id.0, finished])?;
     Ok(())
 }

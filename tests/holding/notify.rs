@@ -99,6 +99,21 @@ fn a_watcher_is_woken_by_a_deadline_too() {
 }
 
 #[test]
+fn a_watcher_is_woken_by_a_result_while_the_key_is_held() {
+    let mount = Mount::new();
+    let (agent, watcher) = (Agent::new(), Agent::new());
+    let fd = agent.create(&mount.claim("k")).expect("free key");
+    let status = watch(&mount, &watcher, "k");
+    let draft = agent.handle(&mount.result("k", 1));
+    agent.write(draft, "42").expect("registered attempt");
+    agent.close(draft);
+    assert_woken(&watcher, status, "held");
+    assert_eq!(mount.status("k")["result"]["size"], 2);
+    agent.close(fd);
+    assert_woken(&watcher, status, "finished");
+}
+
+#[test]
 fn many_watchers_are_all_woken() {
     let mount = Mount::new();
     let path = mount.claim("k");

@@ -7,9 +7,18 @@ mod facade;
 mod faults;
 mod game;
 mod ledger;
+#[allow(dead_code, reason = "the suites on a mount use more of it")]
+#[path = "../suites/linear.rs"]
+mod linear;
 mod machine;
 mod players;
+mod refused;
+#[allow(dead_code, reason = "the suites on a mount use more of it")]
+#[path = "../suites/register.rs"]
+mod register;
 mod rig;
+mod threads;
+mod tree;
 
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};

@@ -92,8 +92,9 @@ impl Registry for FaultyRegistry {
 }
 
 /// An engine, its directory and its faults.
+#[derive(Clone)]
 pub struct Rig {
-    pub dir: TempDir,
+    dir: Arc<TempDir>,
     pub engine: Arc<Engine>,
     pub orders: Orders,
 }
@@ -115,7 +116,7 @@ fn config() -> Config {
         ttl_ms: None,
     };
     let (max_result, max_keys, max_waiters) = (1 << 20, 1_000, 1_000);
-    Config { ttl: ttl(TTL_MS), durability: Durability::Process, max_result, max_keys, max_waiters, root }
+    Config { ttl: ttl(TTL_MS), durability: Durability::Full, max_result, max_keys, max_waiters, root }
 }
 
 fn open(dir: &TempDir, orders: &Orders, boot_id: &str, now: Now) -> Arc<Engine> {
@@ -130,7 +131,7 @@ impl Rig {
         let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
         let orders = Orders::default();
         let engine = open(&dir, &orders, "boot-1", now);
-        Rig { dir, engine, orders }
+        Rig { dir: Arc::new(dir), engine, orders }
     }
 
     /// Ends the server and starts the next on the same directory.

@@ -201,3 +201,20 @@ fn a_program_started_while_a_draft_is_open_stops_nobody() {
     assert_eq!(fs::read_to_string(&path).expect("committed"), "all of it, or more");
     parent.close(fd);
 }
+
+#[test]
+fn a_writer_killed_while_it_opens_its_result_commits_nothing() {
+    let mount = Mount::new();
+    for round in 0..60u64 {
+        let key = format!("k{round}");
+        let (holder, writer) = (Agent::new(), Agent::new());
+        holder.create(&mount.claim(&key)).expect("free key");
+        writer.begin("open", json!([mount.result(&key, 1), libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC]));
+        // Somewhere in the call, or before or after it.
+        std::thread::sleep(std::time::Duration::from_micros(round * 20));
+        writer.kill();
+        assert!(!mount.result(&key, 1).exists(), "round {round}");
+        holder.exit();
+        assert_eq!(mount.state_of(&key), "free", "round {round}");
+    }
+}

@@ -79,6 +79,12 @@ fn hold(worker: &mut Worker, key: &str, mut held: Held) {
         return;
     };
     worker.claimed();
+    if worker.once_in(50) {
+        // Long enough that those in line are looked after, and interrupted.
+        let pause_us = worker.rng.random_range(20_000..50_000);
+        sys::pause(pause_us);
+        worker.beat();
+    }
     for _ in 0..worker.rng.random_range(0..4) {
         match worker.rng.random_range(0..12) {
             0 | 1 => sys::pause(0),

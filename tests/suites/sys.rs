@@ -181,14 +181,35 @@ pub fn interruptible() {
     assert_eq!(failed, 0, "SIGALRM can be handled");
 }
 
-/// Sends this process `SIGALRM` after so many microseconds, and again and again (the first may come before the call it
-/// is meant for); 0 ends it.
-pub fn alarm(micros: u64) {
-    let time = libc::timeval { tv_sec: (micros / 1_000_000) as i64, tv_usec: (micros % 1_000_000) as i64 };
-    let timer = libc::itimerval { it_interval: time, it_value: time };
-    // SAFETY: `timer` outlives the call; the old value is not asked for.
-    let failed = unsafe { libc::setitimer(libc::ITIMER_REAL, &timer, std::ptr::null_mut()) };
-    assert_eq!(failed, 0, "the timer can be set");
+/// Sends the thread that made it `SIGALRM`, again and again (the first may come before the call it is meant for), as long
+/// as the value lives. Not the process: another thread of it would take the signal, and the call would never know.
+pub struct Alarm(libc::timer_t);
+
+impl Alarm {
+    /// The first comes after so many microseconds.
+    pub fn every(micros: u64) -> Alarm {
+        let time = libc::timespec { tv_sec: (micros / 1_000_000) as i64, tv_nsec: (micros % 1_000_000 * 1_000) as i64 };
+        let times = libc::itimerspec { it_interval: time, it_value: time };
+        let mut timer = std::ptr::null_mut();
+        // SAFETY: all-zero is a valid sigevent, and all that is passed outlives the calls.
+        let failed = unsafe {
+            let mut event: libc::sigevent = std::mem::zeroed();
+            event.sigev_notify = libc::SIGEV_THREAD_ID;
+            event.sigev_signo = libc::SIGALRM;
+            event.sigev_notify_thread_id = libc::gettid();
+            libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer)
+                | libc::timer_settime(timer, 0, &times, std::ptr::null_mut())
+        };
+        assert_eq!(failed, 0, "the timer can be set");
+        Alarm(timer)
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        // SAFETY: made by `every`, and deleted once.
+        unsafe { libc::timer_delete(self.0) };
+    }
 }
 
 /// Numbers shared by all processes of a run: it goes on when one of them is killed.

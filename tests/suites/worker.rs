@@ -11,7 +11,7 @@ use rand::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
 
 use crate::record::{Ending, Form, Line, Op, Renewal};
-use crate::sys::{self, Answer, Board, Number};
+use crate::sys::{self, Alarm, Answer, Board, Number};
 
 /// The environment variable with the [`Job`].
 pub const JOB: &str = "LEASEFS_SUITE_JOB";
@@ -189,13 +189,9 @@ impl Worker {
     /// Claims by locking a handle that is open already.
     pub fn lock(&mut self, key: &str, held: Held, wait: bool, alarm_us: u64) -> Option<Held> {
         let op = Op::Claim { form: held.form, wait };
-        if wait && alarm_us > 0 {
-            sys::alarm(alarm_us);
-        }
+        let alarm = (wait && alarm_us > 0).then(|| Alarm::every(alarm_us));
         let answer = self.call(key, op, || lock(&held, wait));
-        if wait && alarm_us > 0 {
-            sys::alarm(0);
-        }
+        drop(alarm);
         answer.ok().map(|_| held)
     }
 

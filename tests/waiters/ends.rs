@@ -7,8 +7,8 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use crate::common::Mount;
 use crate::common::agent::{Agent, Fd, Script, count};
+use crate::common::{Mount, wait_for};
 
 /// A generous bound on what the contract gives 100 ms: a loaded machine.
 const SOON: Duration = Duration::from_secs(3);
@@ -159,6 +159,59 @@ fn blocked_and_ignored_signals_do_not_end_a_wait() {
     holder.close(held);
     agent.answer().expect("granted");
     assert_eq!(agent.epoch(fd), Ok(2));
+}
+
+/// Has a thread of its own wait for the key; `threads_wait` gives how that ended.
+fn wait_in_a_thread(mount: &Mount, agent: &Agent, fd: Fd) {
+    let source = "
+def wait():
+    failed = LIBC.flock(fd, fcntl.LOCK_EX)
+    sys.said = str(ctypes.get_errno()) if failed else 'granted'
+sys.said = ''
+threading.Thread(target=wait, daemon=True).start()";
+    agent.script(source, json!({ "fd": fd })).expect("a thread");
+    mount.wait_status("k", "the thread waits", |status| count(status, "waiters") == 1);
+}
+
+fn threads_wait(agent: &Agent) -> String {
+    let said = agent.script("result = sys.said", json!({})).expect("python");
+    said.as_str().expect("text").to_owned()
+}
+
+#[test]
+fn a_signal_that_another_thread_takes_does_not_end_a_wait() {
+    let mount = Mount::new();
+    let (holder, held) = held(&mount);
+    holder.create(&mount.claim("other")).expect("free key");
+    let agent = Agent::new();
+    agent.call("on_signal", json!([libc::SIGUSR1, "raise"])).expect("sigaction");
+    let (fd, other) = (agent.handle(&mount.claim("k")), agent.handle(&mount.claim("other")));
+    wait_in_a_thread(&mount, &agent, fd);
+    for _ in 0..5 {
+        // The first thread waits as well, so the signal can be seen by whoever looks at either.
+        agent.begin_flock(other, LOCK_EX);
+        mount.wait_status("other", "it waits", |status| count(status, "waiters") == 1);
+        agent.signal(Signal::SIGUSR1);
+        assert_eq!(agent.answer_within(SOON), Some(Err(Errno::EINTR)));
+        assert_eq!((threads_wait(&agent).as_str(), count(&mount.status("k"), "waiters")), ("", 1));
+    }
+    holder.close(held);
+    wait_for("the thread is granted the key", || threads_wait(&agent) == "granted");
+}
+
+#[test]
+fn a_signal_that_only_the_waiting_thread_takes_ends_its_wait() {
+    let mount = Mount::new();
+    let (holder, held) = held(&mount);
+    let agent = Agent::new();
+    agent.script("signal.signal(signal.SIGUSR1, lambda *_: None)", json!({})).expect("sigaction");
+    let fd = agent.handle(&mount.claim("k"));
+    wait_in_a_thread(&mount, &agent, fd);
+    agent.call("on_signal", json!([libc::SIGUSR1, "block"])).expect("sigprocmask");
+    agent.signal(Signal::SIGUSR1);
+    wait_for("the wait ends", || !threads_wait(&agent).is_empty());
+    assert_eq!(threads_wait(&agent), libc::EINTR.to_string());
+    assert_no_phantom(&mount, &holder, held);
 }
 
 #[test]

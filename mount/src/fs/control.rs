@@ -148,10 +148,10 @@ impl LeaseFs {
             parked.last += 1;
             let number = parked.last;
             parked.readers.insert(number, Reader { handle, next, size, reply });
+            self.engine.set_watched(true);
             number
         };
         self.watcher.add(Wait::Events(number), req.pid());
-        self.engine.set_watched(true);
         // What happened before it was parked woke nobody.
         self.answer_events();
     }
@@ -208,7 +208,6 @@ impl LeaseFs {
                 }
                 _ => {}
             }
-            drop(polls);
             self.engine.set_watched(true);
         }
         let now = clock::now();
@@ -293,14 +292,15 @@ impl Shared {
         let keys = changed.iter().filter_map(|key| polls.keys.remove(key)).flat_map(HashMap::into_values);
         let mut due: Vec<PollNotifier> = keys.collect();
         due.extend(polls.events.drain().map(|(_, notifier)| notifier));
-        let idle = polls.keys.is_empty();
-        drop(polls);
+        // With both locks held, or it would be taken from somebody who just began to wait.
+        let parked = self.parked.lock();
+        if polls.keys.is_empty() && parked.readers.is_empty() {
+            self.engine.set_watched(false);
+        }
+        drop((polls, parked));
         for notifier in due {
             // A poller that is gone is no error.
             let _ = notifier.notify();
-        }
-        if idle && self.parked.lock().readers.is_empty() {
-            self.engine.set_watched(false);
         }
     }
 

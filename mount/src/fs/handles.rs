@@ -42,6 +42,9 @@ pub struct Draft {
     pub writers: HashSet<u32>,
     /// One of them was killed by a signal: closing it commits nothing.
     pub killed: bool,
+    /// A copy of it was closed, or was open when its process ended. One of which neither was told never reached the
+    /// process that opened it: it was killed inside `open(2)`.
+    pub flushed: bool,
     /// It became the result.
     pub committed: bool,
 }

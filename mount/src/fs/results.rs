@@ -46,8 +46,8 @@ impl LeaseFs {
         let done = move |result: Result<_, Error>| {
             let refused = match result {
                 Ok(_) => {
-                    let (writers, killed, committed) = (HashSet::new(), false, false);
-                    let draft = Draft { key, epoch, opener, file, writers, killed, committed };
+                    let (writers, killed, flushed, committed) = (HashSet::new(), false, false, false);
+                    let draft = Draft { key, epoch, opener, file, writers, killed, flushed, committed };
                     fs.open_handle(handle, Open::Draft(draft));
                     let node = Node::Result(key, epoch);
                     match fs.draft_attributes(node, handle.0) {
@@ -218,45 +218,41 @@ impl LeaseFs {
 
     /// One copy of a write handle is closed. Where a signal killed the process that wrote, nothing is committed later.
     pub(super) fn flush_draft(&self, req: &Request, handle: u64, reply: ReplyEmpty) {
-        if process::is_killed(req.pid()) {
-            let pid = self.processes.identify(req.pid()).process.pid;
-            self.with_handle(handle, |open| {
-                if let Open::Draft(draft) = open {
-                    // A draft nobody wrote to is its opener's.
-                    draft.killed |= draft.writers.is_empty() || draft.writers.contains(&pid);
-                }
-            });
-        }
+        let killed = process::is_killed(req.pid()).then(|| self.processes.identify(req.pid()).process.pid);
+        self.with_handle(handle, |open| {
+            if let Open::Draft(draft) = open {
+                draft.flushed = true;
+                // A draft nobody wrote to is its opener's.
+                let is_writer = |pid| draft.writers.is_empty() || draft.writers.contains(&pid);
+                draft.killed |= killed.is_some_and(is_writer);
+            }
+        });
         reply.ok();
     }
 
     /// The last copy of a write handle is gone: what was not committed is, unless its writer was killed.
+    ///
+    /// Both take effect at once, so that whoever comes after the close finds the key as it leaves it; only the draft's
+    /// file has to stay until it is recorded.
     pub(super) fn close_draft(&self, draft: Draft, handle: u64, reply: ReplyEmpty) {
-        let fs = self.clone();
-        let key = draft.key;
-        let close = move || {
-            fs.engine.submit(
-                key,
-                Input::CloseDraft { handle: Handle(handle) },
-                clock::now(),
-                Box::new({
-                    let fs = fs.clone();
-                    move |result| {
-                        fs.engine.results.discard(Handle(handle));
-                        finish(reply, result);
-                    }
-                }),
-            );
-        };
-        if draft.killed || draft.committed {
-            return close();
+        let now = clock::now();
+        let handle = Handle(handle);
+        let reached_somebody = draft.flushed || !draft.writers.is_empty();
+        if reached_somebody
+            && !draft.killed
+            && !draft.committed
+            && let Ok(metadata) = draft.file.metadata()
+        {
+            let commit = Input::Commit { handle, size: metadata.len() };
+            // Nobody is left to be told how it went.
+            self.engine.submit(draft.key, commit, now, Box::new(|_| ()));
         }
-        let size = match draft.file.metadata() {
-            Ok(metadata) => metadata.len(),
-            Err(_) => return close(),
+        let fs = self.clone();
+        let done = move |result| {
+            fs.engine.results.discard(handle);
+            finish(reply, result);
         };
-        let commit = Input::Commit { handle: Handle(handle), size };
-        self.engine.submit(key, commit, clock::now(), Box::new(move |_| close()));
+        self.engine.submit(draft.key, Input::CloseDraft { handle }, now, Box::new(done));
     }
 
     pub(super) fn read_latest(&self, key: KeyId, reply: ReplyData) {
