@@ -8,7 +8,8 @@
 use std::collections::HashMap;
 
 use crate::error::Error;
-use crate::ids::{Handle, KeyId, NamespaceId, WaiterId};
+use crate::events::Kind;
+use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
 use crate::machine::{Input, KeyState, Reply};
 use crate::registry::{NamespaceRow, Write};
 use crate::time::Now;
@@ -35,12 +36,21 @@ pub(crate) struct Logged {
     pub now: Now,
 }
 
+/// Something to announce once it is recorded.
+pub(crate) struct Note {
+    pub key: KeyId,
+    pub kind: Kind,
+    pub epoch: Epoch,
+    pub now: Now,
+}
+
 /// A point in a batch: how much of it came before.
 #[derive(Clone, Copy)]
 pub(crate) struct Mark {
     pub writes: usize,
     pub answers: usize,
     pub log: usize,
+    pub notes: usize,
 }
 
 /// How to put back what the batch changed.
@@ -65,6 +75,8 @@ pub(crate) struct Batch {
     pub answers: Vec<Answer>,
     pub settled: Vec<Settled>,
     pub log: Vec<Logged>,
+    /// Kept in order with what is recorded: nobody hears of a grant that may still be taken back.
+    pub notes: Vec<Note>,
     /// Bytes of drafts that have to reach the disk first.
     pub draft_bytes: u64,
     undo: Vec<Undo>,
@@ -77,12 +89,13 @@ impl Batch {
 
     /// Whether there is nothing to do for it.
     pub fn is_empty(&self) -> bool {
-        self.writes.is_empty() && self.answers.is_empty() && self.settled.is_empty()
+        self.writes.is_empty() && self.answers.is_empty() && self.settled.is_empty() && self.notes.is_empty()
     }
 
     /// Keeps the state from before a key's first change that can be refused.
     pub fn remember(&mut self, key: KeyId, state: KeyState) {
-        let mark = Mark { writes: self.writes.len(), answers: self.answers.len(), log: self.log.len() };
+        let (writes, answers) = (self.writes.len(), self.answers.len());
+        let mark = Mark { writes, answers, log: self.log.len(), notes: self.notes.len() };
         self.undo.push(Undo::Key(key, Box::new(state), mark));
     }
 
@@ -97,7 +110,7 @@ impl Batch {
     }
 
     /// The drafts that become results in this batch.
-    pub fn drafts(&self) -> Vec<(Handle, KeyId, crate::ids::Epoch)> {
+    pub fn drafts(&self) -> Vec<(Handle, KeyId, Epoch)> {
         let draft = |write: &Write| match write {
             Write::Commit(key, attempt, draft) => Some((*draft, *key, attempt.epoch)),
             _ => None,

@@ -8,13 +8,15 @@
 //! Callbacks run without the lock held, on the thread that settled them. [`Engine::flush`] does the I/O; whoever calls
 //! it decides which thread pays.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod settle;
+
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use crate::batch::{Answer, Batch, Done, Logged, Mark, Settled, Undo, Waiting};
+use crate::batch::{Answer, Batch, Done, Logged, Note, Settled, Waiting};
 use crate::error::Error;
 use crate::events::{Events, Kind};
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
@@ -29,8 +31,6 @@ use crate::ttl::Ttl;
 
 /// How long a write nobody waits for may stay in memory, in nanoseconds.
 const LAZY_NS: u64 = 20_000_000;
-/// How long to leave a registry alone that just failed, in nanoseconds.
-const RETRY_NS: u64 = 500_000_000;
 /// Transactions between two checkpoints.
 const COMMITS_PER_CHECKPOINT: u64 = 1_000;
 
@@ -512,7 +512,9 @@ impl Engine {
 
     /// Counts and announces a refusal that the state machine did not see.
     pub fn note_stale(&self, key: KeyId, epoch: Epoch, now: Now) {
-        self.inner.lock().note(now, Kind::Stale, key, epoch);
+        let mut inner = self.inner.lock();
+        inner.note(now, Kind::Stale, key, epoch);
+        self.publish_hints(&inner);
     }
 
     /// The number of the next event.
@@ -905,7 +907,17 @@ impl Inner {
         self.namespaces.set_file(entry.namespace, id, entry.state.has_file());
     }
 
+    /// Announces an event, after what it rests on was recorded and after those before it.
     fn note(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch) {
+        if self.is_unsettled(id) || !self.batch.notes.is_empty() {
+            self.touch_batch(now);
+            self.batch.notes.push(Note { key: id, kind, epoch, now });
+        } else {
+            self.announce(now, kind, id, epoch);
+        }
+    }
+
+    fn announce(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch) {
         let Some(entry) = self.keys.get(&id) else { return };
         self.metrics.count(kind);
         self.events.push(now, kind, &entry.key, epoch);
@@ -922,130 +934,6 @@ impl Inner {
             _ => {}
         }
     }
-
-    /// The end of a batch: success is told, failure is taken back.
-    fn settle(&mut self, batch: Batch, recorded: Result<(), Error>, now: Now, ready: &mut Ready) {
-        self.settled = batch.number;
-        match recorded {
-            Ok(()) => {
-                self.metrics.commits += u64::from(!batch.writes.is_empty());
-                self.commits += 1;
-                self.retry_ns = None;
-                ready.extend(batch.answers.into_iter().map(|answer| (answer.done, answer.reply)));
-            }
-            Err(error) => {
-                self.metrics.commit_failures += 1;
-                self.roll_back(batch, error, now, ready);
-            }
-        }
-    }
-
-    /// Takes back what a batch that could not be recorded granted, and what was granted since on top of it. What cannot
-    /// be taken back is kept for the next batch.
-    fn roll_back(&mut self, mut failed: Batch, error: Error, now: Now, ready: &mut Ready) {
-        let next = Batch::new(self.batch.number + 1);
-        let mut gathered = std::mem::replace(&mut self.batch, next);
-        let (since, before) = (self.undo(&mut gathered), self.undo(&mut failed));
-        let mut again = Vec::new();
-        let mut undone = BTreeSet::new();
-        for (batch, marks) in [(failed, before), (gathered, since)] {
-            // Whether the state that was put back has this in it: the key did not go back to before this batch, nor
-            // within the batch to before this point.
-            let stands = |key: KeyId, at: usize, of: fn(&Mark) -> usize| {
-                !undone.contains(&key) && marks.get(&key).is_none_or(|mark| at < of(mark))
-            };
-            for (at, write) in batch.writes.into_iter().enumerate() {
-                let keep = match write.key() {
-                    Some(key) => is_naming(&write) || stands(key, at, |mark| mark.writes),
-                    None => at < batch.carried,
-                };
-                if keep {
-                    self.batch.writes.push(write);
-                }
-            }
-            for (at, answer) in batch.answers.into_iter().enumerate() {
-                if answer.fact || answer.key.is_some_and(|key| stands(key, at, |mark| mark.answers)) {
-                    ready.push((answer.done, answer.reply));
-                } else {
-                    ready.push((answer.done, Err(error.clone())));
-                }
-            }
-            let log = batch.log.into_iter().enumerate();
-            again
-                .extend(log.filter(|(at, logged)| !stands(logged.key, *at, |mark| mark.log)).map(|(_, logged)| logged));
-            self.batch.settled.extend(batch.settled);
-            undone.extend(marks.into_keys());
-        }
-        self.batch.carried = self.batch.writes.len();
-        self.batch.since_ns = now.boot_ns;
-        self.batch.urgent = !self.batch.settled.is_empty();
-        self.retry_ns = Some(now.boot_ns + RETRY_NS);
-        self.removes = 0;
-        for id in &undone {
-            if let Some(entry) = self.keys.get_mut(id) {
-                // Who was answered, refused now or interrupted before, is not in line again.
-                entry.state.line.retain(|waiter| self.waiting.key(waiter.id).is_some());
-            }
-        }
-        for Logged { key, input, now: at } in again {
-            self.repeat(key, input, at, ready);
-        }
-        // Whoever is in line for a key that is free again must not wait for the next request.
-        for key in undone {
-            self.repeat(key, Input::Tick, now, ready);
-            self.forget_unused(key, now);
-        }
-    }
-
-    /// Puts back what a batch changed; where in the batch each key was that.
-    fn undo(&mut self, batch: &mut Batch) -> BTreeMap<KeyId, Mark> {
-        let mut marks = BTreeMap::new();
-        for undo in batch.take_undo() {
-            match undo {
-                Undo::Key(id, state, mark) => {
-                    if let Some(entry) = self.keys.get_mut(&id) {
-                        // Whoever polls has seen that count, so it does not go back.
-                        let changes = entry.state.changes + 1;
-                        entry.state = KeyState { changes, ..*state };
-                        entry.unsettled = 0;
-                    }
-                    marks.insert(id, mark);
-                }
-                Undo::Namespace(_, Some(row)) => {
-                    self.namespaces.set(row);
-                }
-                Undo::Namespace(id, None) if self.namespaces.has_children(id) => {
-                    // A key below it has its number already and would be found nowhere: as if removed again.
-                    if let Some(namespace) = self.namespaces.get(id) {
-                        let row = NamespaceRow { present: false, ..namespace.row.clone() };
-                        self.namespaces.set(row.clone());
-                        self.batch.writes.push(Write::Namespace(row));
-                    }
-                }
-                Undo::Namespace(id, None) => self.namespaces.remove(id),
-            }
-        }
-        marks
-    }
-
-    /// Applies again what a key that was put back does not have in its state. Who waited and need not any more is
-    /// answered; who was answered in the meantime is not put in line again.
-    fn repeat(&mut self, key: KeyId, input: Input, now: Now, ready: &mut Ready) {
-        let waiter = match &input {
-            Input::Lock { wait, .. } => *wait,
-            _ => None,
-        };
-        if waiter.is_some_and(|waiter| self.waiting.key(waiter).is_none()) {
-            return;
-        }
-        let Some(mut step) = self.apply(key, input, now) else { return };
-        if let Some(waiter) = waiter
-            && step.reply != Ok(Reply::Queued)
-        {
-            step.grants.insert(0, (waiter, step.reply.clone()));
-        }
-        self.absorb(key, step, now, ready);
-    }
 }
 
 /// A fault of a result's file, as everybody in its batch is told of it: a draft that is gone is no `ENOENT` to a claim.
@@ -1053,11 +941,6 @@ fn file_fault(error: std::io::Error) -> Error {
     use std::io::ErrorKind::{QuotaExceeded, StorageFull};
     let errno = error.raw_os_error().filter(|_| matches!(error.kind(), StorageFull | QuotaExceeded));
     Error::storage(errno, format!("results: {error}"))
-}
-
-/// Whether a write only gives a key its number, which clients have seen as an inode number, or takes it away.
-fn is_naming(write: &Write) -> bool {
-    matches!(write, Write::Key(..) | Write::Forget(_))
 }
 
 impl KeyEntry {

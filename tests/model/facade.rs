@@ -11,7 +11,7 @@ use crate::game::{Game, Turn, turn};
 #[test]
 fn every_answer_and_every_restart_is_as_the_contract_says() {
     let end = any::<bool>();
-    check(300, (prop::collection::vec(turn(false), 1..=60), end), |(turns, rebooted)| {
+    check(500, (prop::collection::vec(turn(false), 1..=60), end), |(turns, rebooted)| {
         let game = Arc::new(Mutex::new(Game::new()));
         for turn in &turns {
             Game::take(&game, turn);

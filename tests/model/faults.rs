@@ -10,7 +10,7 @@ use crate::game::{Game, turn};
 
 #[test]
 fn a_refused_commit_grants_nothing_and_takes_nothing_back() {
-    check(600, prop::collection::vec(turn(true), 1..=60), |turns| {
+    check(1_200, prop::collection::vec(turn(true), 1..=60), |turns| {
         let game = Arc::new(Mutex::new(Game::new()));
         for turn in &turns {
             Game::take(&game, turn);

@@ -9,14 +9,15 @@ use std::sync::{Arc, Weak};
 
 use leasefs::engine::KeyEntry;
 use leasefs::machine::Input;
-use leasefs::{Engine, Epoch, Error, Handle, Key, KeyId, NamespaceId, Now, Ttl, WaiterId};
+use leasefs::namespaces::Node;
+use leasefs::{Engine, Epoch, Handle, Key, KeyId, NamespaceId, Now, Ttl, WaiterId};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use crate::contract::{Contract, Told};
 use crate::machine::compare;
-use crate::players::{Act, MAX_OPEN, Numbers, Pause, Players, act, after, moment, ttl};
-use crate::rig::{Fate, Rig, TTL_MS};
+use crate::players::{Act, MAX_OPEN, Numbers, PROCESSES, Pause, Players, act, after, finish, moment, ttl};
+use crate::rig::{Fate, Rig, TTL_MS, is_by_order};
 
 /// The keys that are played for; one in a namespace with a TTL of its own.
 const KEYS: [(&str, &str); 3] = [("", "a"), ("", "b"), ("ns", "c")];
@@ -30,6 +31,8 @@ const MAX_EXPLAINED: usize = 6;
 pub enum Turn {
     /// Something is done with a key.
     Play(usize, Act),
+    /// A worker does its work, while all is well.
+    Finish(usize, u8),
     /// Time passes, measured by a key's deadline.
     Wait(usize, Pause),
     /// What was decided is recorded, or not.
@@ -57,6 +60,7 @@ pub fn turn(faults: bool) -> impl Strategy<Value = Turn> {
     ];
     prop_oneof![
         30 => (seat(), act()).prop_map(|(seat, act)| Turn::Play(seat, act)),
+        2 => (seat(), 1..=PROCESSES).prop_map(|(seat, process)| Turn::Finish(seat, process)),
         3 => (seat(), waits).prop_map(|(seat, pause)| Turn::Wait(seat, pause)),
         8 => fates().prop_map(Turn::Flush),
         5 => (fates(), prop::collection::vec((seat(), act()), 1..6)).prop_map(|(fates, acts)| Turn::Slow(fates, acts)),
@@ -121,10 +125,6 @@ impl Numbers for EngineNumbers<'_> {
 /// What a draft has in it, so that no result is mistaken for another.
 fn content(draft: Handle) -> Vec<u8> {
     format!("written by {draft}{}", "!".repeat(usize::try_from(draft.0 % 7).unwrap_or(0))).into_bytes()
-}
-
-fn is_refusal(told: &Told) -> bool {
-    matches!(told, Err(Error::Storage { .. }))
 }
 
 impl Game {
@@ -235,6 +235,12 @@ impl Game {
                 game.play(*seat, *act);
                 game.collect();
             }
+            Turn::Finish(seat, process) => {
+                for act in finish(*process) {
+                    game.lock().play(*seat, act);
+                    Game::settle(game);
+                }
+            }
             Turn::Wait(seat, pause) => {
                 Game::settle(game);
                 let engine = {
@@ -301,6 +307,7 @@ impl Game {
         Game::settle(game);
         let game = game.lock();
         let rig = game.rig();
+        game.check_derived()?;
         let mut committed = 0;
         for (at, seat) in game.seats.iter().enumerate() {
             game.explain(at)?;
@@ -311,6 +318,26 @@ impl Game {
         prop_assert!(rig.draft_files() <= drafts, "drafts are left over");
         let found = rig.violations();
         prop_assert!(found.is_empty(), "leasefs verify finds {:?}", found);
+        Ok(())
+    }
+
+    /// What the engine derives from its keys goes with them: files, counts, the time to wake up at.
+    fn check_derived(&self) -> Result<(), TestCaseError> {
+        let engine = &self.rig().engine;
+        let (mut held, mut waiting, mut wake_ns) = (0, 0, u64::MAX);
+        for (at, seat) in self.seats.iter().enumerate() {
+            let Some(id) = self.id(at) else { continue };
+            let listed = engine.look(|tree, _| tree.list_files(seat.parent, 0).contains(&Node::Key(id)));
+            prop_assert_eq!(self.look(at, |entry| entry.state.has_file()), Some(listed), "the listing of {}", seat.key);
+            held += self.look(at, |entry| usize::from(entry.state.live().is_some())).unwrap_or(0);
+            waiting += self.look(at, |entry| entry.state.line.len()).unwrap_or(0);
+            wake_ns = wake_ns.min(self.look(at, |entry| entry.state.deadline_ns()).flatten().unwrap_or(u64::MAX));
+        }
+        let metrics = engine.metrics();
+        for (name, value) in [("held", held), ("waiting", waiting)] {
+            prop_assert!(metrics.contains(&format!("\nleasefs_{name} {value}\n")), "{} {}: {}", name, value, metrics);
+        }
+        prop_assert_eq!(engine.wake_ns(), wake_ns, "when the engine wakes up");
         Ok(())
     }
 
@@ -342,7 +369,7 @@ impl Game {
         let seat = &self.seats[at];
         let history = seat.history.lock();
         let told = || history.iter().filter_map(Entry::told);
-        let faulty = told().any(|(_, told)| is_refusal(told));
+        let faulty = told().any(|(_, told)| is_by_order(told));
         let left = |(input, told): (&Input, &Told)| match (input, told) {
             (Input::Lock { wait, .. }, Err(_)) if faulty => *wait,
             _ => None,
@@ -393,7 +420,7 @@ impl Game {
                         Input::Lock { wait, .. } => *wait,
                         _ => None,
                     };
-                    let refused = told.first().is_some_and(is_refusal);
+                    let refused = told.first().is_some_and(is_by_order);
                     prop_assert!(!(refused && input.is_fact()), "{:?} happened, and was refused", input);
                     if refused && waiter.is_none() || waiter.is_some_and(&never_in_line) {
                         continue;
@@ -417,7 +444,7 @@ impl Game {
             for (waiter, reply) in grants {
                 let (number, told) = waiting.remove(&waiter).expect("granted in line");
                 prop_assert!(
-                    told == &[reply.clone()] || told.first().is_some_and(is_refusal),
+                    told.as_slice() == std::slice::from_ref(&reply) || told.first().is_some_and(is_by_order),
                     "waiter {} (request {}) was told {:?} and not {:?}",
                     waiter,
                     number,
@@ -463,7 +490,7 @@ fn told(
         }
         let mut history = history.lock();
         if let Input::Lock { wait: Some(waiter), .. } = &input
-            && is_refusal(&answer)
+            && is_by_order(&answer)
         {
             history.push(Entry::Refused(*waiter, now.boot_ns));
         }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use crate::check;
 use crate::contract::Contract;
 use crate::ledger::Ledger;
-use crate::players::{Move, Numbers, Players, a_move, after, moment};
+use crate::players::{Move, Numbers, Players, after, moment, moves};
 
 #[derive(Default)]
 struct Counter(u64);
@@ -111,5 +111,5 @@ fn play(moves: &[Move]) -> Result<(), TestCaseError> {
 
 #[test]
 fn the_machine_does_what_the_contract_says() {
-    check(4_000, prop::collection::vec(a_move(), 1..=60), |moves| play(&moves));
+    check(8_000, prop::collection::vec(moves(), 1..=60), |moves| play(&moves.concat()));
 }

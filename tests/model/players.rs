@@ -11,8 +11,8 @@ use proptest::prelude::*;
 
 /// Most files open on a key, and most drafts.
 pub const MAX_OPEN: usize = 6;
-/// Processes 1 and 3 are of one uid, 2 of another.
-const PROCESSES: u8 = 3;
+/// Processes 1 and 3 are of one uid, 2 is root.
+pub const PROCESSES: u8 = 3;
 
 /// How much time passes before a move.
 #[derive(Clone, Copy, Debug)]
@@ -23,7 +23,7 @@ pub enum Pause {
     Deadline(i64),
 }
 
-/// Something a process does. Small numbers pick from what is open.
+/// Something a process does. Small numbers pick from what is open, the newest first.
 #[derive(Clone, Copy, Debug)]
 pub enum Act {
     Tick,
@@ -71,8 +71,9 @@ pub trait Numbers {
 impl Players {
     /// What an act means now; none where there is nothing to do it with.
     pub fn input(&mut self, act: Act, epoch: Epoch, numbers: &mut impl Numbers) -> Option<Input> {
-        let file = |at: usize| (!self.files.is_empty()).then(|| self.files[at % self.files.len()]);
-        let draft = |at: usize| (!self.drafts.is_empty()).then(|| self.drafts[at % self.drafts.len()]);
+        let pick = |from: &[Handle], at: usize| from.iter().rev().nth(at % from.len().max(1)).copied();
+        let file = |at: usize| pick(&self.files, at);
+        let draft = |at: usize| pick(&self.drafts, at);
         let back = |by: u64| Epoch((epoch.0 + 1).saturating_sub(by));
         let why = Arc::from("said so");
         Some(match act {
@@ -151,7 +152,7 @@ fn opener(handle: Handle) -> u8 {
 }
 
 pub fn uid(process: u8) -> u32 {
-    1_000 + u32::from(process % 2)
+    if process == 2 { 0 } else { 1_000 + u32::from(process % 2) }
 }
 
 /// Number 0 is a process that cannot be seen.
@@ -215,8 +216,31 @@ pub fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
+/// What a worker does whose work is done: few random sequences would do it twice.
+pub fn finish(process: u8) -> [Act; 7] {
+    let (file, posix, mode, wait) = (0, false, Mode::Exclusive, false);
+    [
+        Act::Open,
+        Act::Lock { file, process, posix, mode, wait },
+        Act::OpenDraft { process, back: 1 },
+        Act::Commit { draft: 0, size: 3 },
+        Act::CloseDraft { draft: 0 },
+        Act::Close { file: 0 },
+        Act::Tick,
+    ]
+}
+
+/// A few steps of a sequence.
+pub fn moves() -> impl Strategy<Value = Vec<Move>> {
+    let finished = |process| finish(process).map(|act| Move { pause: Pause::None, act, ttl: ttl(1_000) }).to_vec();
+    prop_oneof![
+        15 => a_move().prop_map(|one| vec![one]),
+        1 => (1..=PROCESSES).prop_map(finished),
+    ]
+}
+
 /// One step of a sequence.
-pub fn a_move() -> impl Strategy<Value = Move> {
+fn a_move() -> impl Strategy<Value = Move> {
     let ttls = prop_oneof![1 => Just(ttl(300)), 3 => Just(ttl(1_000)), 1 => Just(ttl(5_000))];
     (pause(), act(), ttls).prop_map(|(pause, act, ttl)| Move { pause, act, ttl })
 }

@@ -382,3 +382,20 @@ fn a_name_is_taken_until_the_removal_of_its_namespace_is_recorded() {
     desk.flush();
     assert!(engine.open_name(NamespaceId::ROOT, b"n", now).is_ok());
 }
+
+#[test]
+fn nobody_hears_of_a_grant_that_was_refused() {
+    let desk = Desk::new();
+    let heard = || desk.rig.engine.events(0, 1 << 20).0;
+    desk.create(desk.open());
+    assert_eq!(heard(), "", "announced before it is recorded");
+    desk.fail();
+    assert_eq!(heard(), "");
+    desk.create(desk.open());
+    desk.create(desk.open());
+    desk.flush();
+    let kinds = ["granted", "denied"];
+    assert_eq!(heard().lines().count(), kinds.len(), "{}", heard());
+    assert!(kinds.iter().zip(heard().lines()).all(|(kind, line)| line.contains(kind)), "{}", heard());
+    assert!(desk.rig.engine.metrics().contains("grants_total 1\n"));
+}

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use leasefs::engine::Durability;
+use leasefs::machine::Reply;
 use leasefs::registry::sqlite::{Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
 use leasefs::results::Results;
@@ -19,6 +20,11 @@ pub enum Fate {
     Done,
     DiskFull,
     Broken,
+}
+
+/// Whether it was refused by an order, and not because something did not fit.
+pub fn is_by_order(told: &Result<Reply, Error>) -> bool {
+    matches!(told, Err(Error::Storage { message, .. }) if message.ends_with("by order"))
 }
 
 /// What happens while a commit is on its way to the disk.

@@ -14,7 +14,7 @@ use leasefs::{Engine, Epoch, Error, Handle, KeyId, NamespaceId, Owner};
 use crate::linear::{self, Timed};
 use crate::players::{claimant, moment, uid};
 use crate::register::{Act, Commits};
-use crate::rig::{Fate, Rig};
+use crate::rig::{Fate, Rig, is_by_order};
 
 const THREADS: u8 = 4;
 const ROUNDS: u64 = 3_000;
@@ -93,7 +93,7 @@ impl Table<'_> {
             }
             // A shared lock is also refused for the sake of an exclusive one in line.
             Err(Error::Taken | Error::WouldBlock) => self.note(&answered, Act::Deny { create, share: false }),
-            Err(Error::Storage { .. }) => {}
+            _ if is_by_order(&answered.told) => {}
             other => panic!("a claim was answered {other:?}"),
         }
         self.ask(Input::Close { handle, why: Arc::from("closed") });
@@ -106,14 +106,14 @@ impl Table<'_> {
         let opened = self.ask(Input::OpenDraft { handle, epoch, uid: uid(player) });
         match &opened.told {
             Ok(_) => self.note(&opened, Act::Draft { lease, maybe: false }),
-            Err(Error::Storage { .. }) => return self.engine.results.discard(handle),
+            _ if is_by_order(&opened.told) => return self.engine.results.discard(handle),
             other => panic!("the holder's draft was answered {other:?}"),
         }
         if commits {
             let committed = self.ask(Input::Commit { handle, size: 0 });
             match &committed.told {
                 Ok(_) => self.note(&committed, Act::Commit { lease, maybe: false }),
-                Err(Error::Storage { .. }) => {}
+                _ if is_by_order(&committed.told) => {}
                 other => panic!("the holder's result was answered {other:?}"),
             }
         }
@@ -128,9 +128,9 @@ impl Table<'_> {
             let answered = self.ask(input);
             match &answered.told {
                 Ok(_) => self.note(&answered, Act::Forget),
-                Err(Error::NotFound) => {}
+                Err(Error::NotFound) => self.note(&answered, Act::ForgetNone),
                 Err(Error::Busy) => self.note(&answered, Act::ForgetBusy),
-                Err(Error::Storage { .. }) => {}
+                _ if is_by_order(&answered.told) => {}
                 other => panic!("unlink was answered {other:?}"),
             }
             return;
@@ -141,7 +141,7 @@ impl Table<'_> {
                 let renewed = self.ask(Input::Renew { handle, note: None });
                 match renewed.told {
                     Ok(_) => self.note(&renewed, Act::Own { lease, epoch: epoch.0 }),
-                    Err(Error::Storage { .. }) => {}
+                    _ if is_by_order(&renewed.told) => {}
                     other => panic!("the holder's renewal was answered {other:?}"),
                 }
             }

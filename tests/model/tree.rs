@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use leasefs::machine::{Input, Reply};
+use leasefs::machine::{Input, Mode, Reply};
 use leasefs::namespaces::{Credentials, Node};
-use leasefs::{Error, Handle, Key, KeyId, NamespaceId};
+use leasefs::{Error, Handle, Key, KeyId, NamespaceId, Owner};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -25,6 +25,7 @@ enum Act {
     Rmdir(usize, usize),
     Open(usize, usize),
     Create(usize, usize),
+    Lock(usize),
     Close(usize),
 }
 
@@ -43,6 +44,7 @@ fn act() -> impl Strategy<Value = Act> {
         3 => (dir(), name()).prop_map(|(dir, name)| Act::Rmdir(dir, name)),
         3 => (dir(), name()).prop_map(|(dir, name)| Act::Open(dir, name)),
         3 => (dir(), name()).prop_map(|(dir, name)| Act::Create(dir, name)),
+        3 => (0..8usize).prop_map(Act::Lock),
         4 => (0..8usize).prop_map(Act::Close),
     ]
 }
@@ -63,7 +65,7 @@ struct Told {
     /// Acknowledged claims of each key.
     claims: BTreeMap<String, u64>,
     /// Open handles, with their keys.
-    open: Vec<(KeyId, Handle)>,
+    open: Vec<(KeyId, String, Handle)>,
     requests: usize,
 }
 
@@ -103,22 +105,35 @@ fn take(rig: &Rig, told: &Arc<Mutex<Told>>, act: Act) {
             let Ok(key) = engine.open_name(parent, NAMES[name].as_bytes(), now) else { return };
             let handle = engine.new_handle();
             if matches!(act, Act::Open(..)) {
-                return told.lock().open.push((key, handle));
+                return told.lock().open.push((key, join(dir, name), handle));
             }
             let (told, path, weak) = (Arc::clone(told), join(dir, name), Arc::downgrade(engine));
             let done = move |reply: Result<Reply, Error>| {
                 if reply.is_ok() {
                     let mut told = told.lock();
-                    *told.claims.entry(path).or_default() += 1;
-                    told.open.push((key, handle));
+                    *told.claims.entry(path.clone()).or_default() += 1;
+                    told.open.push((key, path, handle));
                 } else if let Some(engine) = weak.upgrade() {
                     engine.not_opened(key, now);
                 }
             };
             engine.submit(key, Input::Create { handle, claimant: claimant(1, 1) }, now, Box::new(done));
         }
+        Act::Lock(which) => {
+            let opened = told.lock().open.clone();
+            let Some((key, path, handle)) = opened.get(which % opened.len().max(1)).cloned() else { return };
+            let told = Arc::clone(told);
+            let done = move |reply: Result<Reply, Error>| {
+                if matches!(reply, Ok(Reply::Claimed(_))) {
+                    *told.lock().claims.entry(path).or_default() += 1;
+                }
+            };
+            let (owner, mode) = (Owner(handle.0), Mode::Exclusive);
+            let input = Input::Lock { handle, owner, mode, wait: None, claimant: claimant(1, 1) };
+            engine.submit(key, input, now, Box::new(done));
+        }
         Act::Close(which) => {
-            let closed = {
+            let (key, _, handle) = {
                 let mut told = told.lock();
                 if told.open.is_empty() {
                     return;
@@ -126,8 +141,7 @@ fn take(rig: &Rig, told: &Arc<Mutex<Told>>, act: Act) {
                 let which = which % told.open.len();
                 told.open.swap_remove(which)
             };
-            let input = Input::Close { handle: closed.1, why: Arc::from("closed") };
-            engine.submit(closed.0, input, now, Box::new(|_| ()));
+            engine.submit(key, Input::Close { handle, why: Arc::from("closed") }, now, Box::new(|_| ()));
         }
     }
 }
@@ -215,5 +229,5 @@ fn play(turns: &[Turn]) -> Result<(), TestCaseError> {
 
 #[test]
 fn the_tree_is_what_was_told() {
-    check(400, prop::collection::vec(turn(), 1..=40), |turns| play(&turns));
+    check(800, prop::collection::vec(turn(), 1..=40), |turns| play(&turns));
 }

@@ -231,3 +231,28 @@ fn readers_of_a_result_see_all_of_it_or_nothing() {
     }
     assert_eq!(reader.answer(), Ok(json!([31, [10_000]])));
 }
+
+#[test]
+fn a_claim_after_the_close_of_the_draft_never_loses() {
+    let mount = Mount::new();
+    let agents: Vec<Agent> = (0..3).map(|_| Agent::new()).collect();
+    // Nothing comes between the close and the lock but what the neighbours do.
+    let source = "
+fds = [os.open(claim, os.O_RDWR | os.O_CREAT) for _ in range(2)]
+result = []
+for epoch in range(1, 301):
+    fd = fds[epoch % 2]
+    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError: result.append(epoch); break
+    draft = os.open(f'{results}/{epoch}', os.O_WRONLY | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(draft)";
+    for (key, agent) in agents.iter().enumerate() {
+        let results = mount.root().join(format!("results/k{key}"));
+        agent.begin("script", json!([source, { "claim": mount.claim(&format!("k{key}")), "results": results }]));
+    }
+    for (key, agent) in agents.iter().enumerate() {
+        assert_eq!(agent.answer(), Ok(json!([])), "k{key}: the epoch whose claim was refused");
+        assert_eq!(mount.status(&format!("k{key}"))["result"]["epoch"], 300);
+    }
+}

@@ -205,16 +205,27 @@ fn a_program_started_while_a_draft_is_open_stops_nobody() {
 #[test]
 fn a_writer_killed_while_it_opens_its_result_commits_nothing() {
     let mount = Mount::new();
-    for round in 0..60u64 {
-        let key = format!("k{round}");
-        let (holder, writer) = (Agent::new(), Agent::new());
-        holder.create(&mount.claim(&key)).expect("free key");
-        writer.begin("open", json!([mount.result(&key, 1), libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC]));
-        // Somewhere in the call, or before or after it.
-        std::thread::sleep(std::time::Duration::from_micros(round * 20));
-        writer.kill();
-        assert!(!mount.result(&key, 1).exists(), "round {round}");
-        holder.exit();
-        assert_eq!(mount.state_of(&key), "free", "round {round}");
-    }
+    let agent = Agent::new();
+    // Killed a little later in each round: before the call, in the middle of it, after it.
+    let source = "
+result = []
+for round in range(150):
+    key = f'k{round}'
+    holder = os.open(f'{root}/claims/{key}', os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    started, start = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        os.close(holder)
+        os.write(start, b'x')
+        os.open(f'{root}/results/{key}/1', os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        time.sleep(60)
+    os.read(started, 1)
+    spin(round * 10e-6)
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    if os.path.exists(f'{root}/results/{key}/1'): result.append(round)
+    for fd in (holder, started, start): os.close(fd)";
+    let published = agent.script(source, json!({ "root": mount.root() }));
+    assert_eq!(published, Ok(json!([])), "rounds in which an empty result was published");
+    assert_eq!(mount.state_of("k149"), "free");
 }

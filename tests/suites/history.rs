@@ -244,11 +244,12 @@ impl History {
     }
 
     /// From when to when the holder surely held: claim returned, to the earliest of release begun, TTL, eviction asked.
+    /// None where it was not sure at any time: a claim may return to a process that was frozen past its TTL in line.
     pub fn held(&self, lease: &Lease) -> Option<(u64, u64)> {
         let from = lease.granted?;
         let (earliest, _) = self.deadline(lease);
         let proven = lease.calls.iter().filter(|call| call.ok() && matches!(call.op, Op::Epoch | Op::Renew(_)));
-        let proven = proven.map(|call| call.asked).max().unwrap_or(from);
+        let proven = proven.map(|call| call.asked).max().unwrap_or(0);
         let mut until = lease.end.min(earliest.max(proven));
         if let Some(evicted) = self.evicted(lease) {
             until = until.min(evicted);
@@ -305,9 +306,9 @@ fn note_call(lease: &mut Lease, call: &Call, run: &Run) {
         lease.end = call.asked;
     }
     lease.calls.push(call.clone());
-    // A handle that a forked child closed may have had one more copy, in a parent that was just being killed.
     let exact = match call.op {
-        Op::Release(Ending::Close) => !run.killed,
+        Op::Release(Ending::Close) => true,
+        Op::Release(Ending::ChildsClose) => !run.killed,
         Op::Release(Ending::Unlock | Ending::Unlink) => call.ok(),
         _ => false,
     };

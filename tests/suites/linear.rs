@@ -5,7 +5,8 @@
 //! taken effect when it returns; if no configuration allows that, no order explains the history. Where nothing is in
 //! flight only states are left, so a history is split at its quiescent points by itself and the cost grows with its length only.
 //!
-//! Calls that change nothing take effect as soon as they can: their place is irrelevant to all others.
+//! Calls that change nothing take effect as soon as they can: their place is irrelevant to all others. So do those that
+//! could only have changed what is over for good.
 use std::collections::HashSet;
 use std::fmt;
 
@@ -43,10 +44,17 @@ impl Config {
         self
     }
 
-    /// Lets all take effect that can without changing anything.
-    fn reading(mut self, history: &[Timed], in_flight: &[usize]) -> Config {
-        for &call in in_flight {
-            if self.state.reads(&history[call].act) == Some(true) {
+    /// Whether what must come before this call has taken effect.
+    fn is_ready(&self, call: &Timed, in_flight: &[usize]) -> bool {
+        call.after.is_none_or(|first| self.has(first) || !in_flight.contains(&first))
+    }
+
+    /// Lets all of these calls take effect that can without changing anything.
+    fn reading(mut self, history: &[Timed], in_flight: &[usize], calls: &[usize]) -> Config {
+        for &call in calls {
+            let timed = &history[call];
+            let over = self.state.is_over(&timed.act) && self.is_ready(timed, in_flight);
+            if over || self.state.reads(&timed.act) == Some(true) {
                 self = self.with(call);
             }
         }
@@ -97,7 +105,7 @@ pub fn check(history: &[Timed]) -> Result<Checked, NotLinearizable> {
     for (time, is_end, call) in events {
         if !is_end {
             in_flight.push(call);
-            configs = configs.into_iter().map(|config| config.reading(history, &[call])).collect();
+            configs = configs.into_iter().map(|config| config.reading(history, &in_flight, &[call])).collect();
             continue;
         }
         let next = take_effect(history, &in_flight, &configs, call);
@@ -127,13 +135,12 @@ fn take_effect(history: &[Timed], in_flight: &[usize], from: &HashSet<Config>, c
         }
         for &other in in_flight {
             let timed = &history[other];
-            let ready = timed.after.is_none_or(|first| config.has(first) || !in_flight.contains(&first));
-            if config.has(other) || !ready || config.state.reads(&timed.act).is_some() {
+            if config.has(other) || !config.is_ready(timed, in_flight) || config.state.reads(&timed.act).is_some() {
                 continue;
             }
             for state in config.state.after(&timed.act) {
                 let done = config.done.clone();
-                let next = Config { state, done }.with(other).reading(history, in_flight);
+                let next = Config { state, done }.with(other).reading(history, in_flight, in_flight);
                 if seen.insert(next.clone()) {
                     todo.push(next);
                 }

@@ -37,6 +37,8 @@ pub enum Renewal {
 pub enum Ending {
     /// `close` of the last copy.
     Close,
+    /// The same, by a forked child. If its parent was just being killed, that had one more.
+    ChildsClose,
     /// `LOCK_UN` or `F_UNLCK`.
     Unlock,
     /// `unlink` by the holder.
@@ -151,7 +153,7 @@ pub fn allowed(op: &Op, errno: i32) -> bool {
         Op::Epoch | Op::Write | Op::Renew(Renewal::Note | Renewal::Relock) => &[ESTALE],
         // The kernel sends neither with the file handle, so a process that holds nothing any more is only "not the holder".
         Op::Renew(Renewal::Touch) | Op::Ttl(_) => &[ESTALE, EACCES, EPERM, ENOENT],
-        Op::Release(Ending::Close | Ending::Exit) | Op::Observe => &[],
+        Op::Release(Ending::Close | Ending::ChildsClose | Ending::Exit) | Op::Observe => &[],
         Op::Release(Ending::Unlock) => &[ESTALE],
         Op::Release(Ending::Unlink) => &[ENOENT, EBUSY, ESTALE, EACCES, EPERM],
         Op::Draft(_) | Op::Commit => &[ESTALE, EPERM, EACCES],

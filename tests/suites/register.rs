@@ -173,10 +173,21 @@ impl State {
             Act::HasResult { lease } => self.is(lease) && self.result,
             Act::Registered { lease } => self.is(lease) && self.registered,
             Act::NotRegistered { lease } => !(self.is(lease) && self.registered),
-            Act::ForgetNone => !self.occupied() && !self.finished,
-            Act::ForgetBusy => self.occupied(),
+            // A shared lock holds nothing exclusively: it has no file, and the finished key's is not its.
+            Act::ForgetNone => !self.kept() && !self.finished,
+            Act::ForgetBusy => self.kept(),
             _ => return None,
         })
+    }
+
+    /// Whether an act changes nothing here, and never will again: what it ends, which did begin, has ended for good.
+    pub fn is_over(&self, act: &Act) -> bool {
+        match *act {
+            Act::Release { lease } => !(self.is(lease) && self.holder) && !self.sharers.contains(&lease),
+            Act::Expire { lease } => !(self.is(lease) && self.registered),
+            Act::DraftEnd { lease, .. } => !self.is(lease),
+            _ => false,
+        }
     }
 
     /// The states an act that changes something may lead to.
@@ -229,7 +240,7 @@ impl State {
                 };
             }
             Act::Forget => {
-                let there = self.finished && !self.occupied();
+                let there = self.finished && !self.kept();
                 (false, there.then_some(State { finished: false, ..next }))
             }
             _ => return vec![],

@@ -108,6 +108,26 @@ pub fn fresh(worker: &mut Worker) {
     }
 }
 
+/// A holder that comes and goes all the time: most of what the evictors try meets a lease that has just begun or ended.
+pub fn brief(worker: &mut Worker) {
+    while !worker.stopping() {
+        let key = worker.any_key();
+        let (form, wait) = [(Form::Create, false), (Form::Flock, true), (Form::Ofd, true), (Form::Posix, true)]
+            [worker.rng.random_range(0..4)];
+        if let Some(held) = worker.claim(&key, form, wait, 0) {
+            if worker.epoch(&key, &held).is_some() {
+                worker.claimed();
+            }
+            let pause_us = worker.rng.random_range(0..3_000);
+            sys::pause(pause_us);
+            worker.epoch(&key, &held);
+            worker.close(&key, held);
+        }
+        let pause_us = worker.rng.random_range(0..500);
+        sys::pause(pause_us);
+    }
+}
+
 /// How exactly the deadlines were kept.
 #[derive(Clone, Copy, Debug, Default)]
 struct Deadlines {
@@ -192,6 +212,8 @@ const HOLDERS: &[(Role, &str, u32, bool, bool)] = &[
     (Role::Keep, "prey", 0, false, true),
     (Role::Fresh, "fresh", 0, false, true),
     (Role::Fresh, "fresh", 20_005, false, true),
+    (Role::Brief, "brief", 0, false, true),
+    (Role::Brief, "brief", 20_007, false, true),
     (Role::Pin, "pin0", 0, true, false),
     (Role::Pin, "pin1", 20_006, false, false),
 ];
@@ -336,6 +358,15 @@ mod tests {
             assert_eq!((found.taken, found.in_line), (1, 1));
         }
         trace::check(&taken_at(100)).expect("in order");
+    }
+
+    #[test]
+    fn a_claimer_frozen_in_line_past_its_ttl_held_nothing() {
+        // Granted in line, stopped for longer than the TTL, told of it while the next one holds.
+        let mut history = made(&[(10, 0, MS, 300 * MS, 0), (11, 2, 20 * MS, 120 * MS, 500 * MS)]);
+        history.ttl = 50 * MS;
+        assert_eq!(history.held(&history.leases[0]), None);
+        no_overlap(&history).expect("only the second held");
     }
 
     #[test]

@@ -21,7 +21,7 @@ impl Settings {
         let settings = Settings {
             seed: number("LEASEFS_SEED").unwrap_or_else(rand::random),
             claims: number("LEASEFS_CLAIMS").unwrap_or(12_000),
-            hostile: Duration::from_secs(number("LEASEFS_SECONDS").unwrap_or(40)),
+            hostile: Duration::from_secs(number("LEASEFS_SECONDS").unwrap_or(30)),
             long: number("LEASEFS_LONG").map(Duration::from_secs),
             started: Instant::now(),
         };

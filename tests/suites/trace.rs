@@ -136,8 +136,7 @@ fn of_lease(history: &History, held: &Lease, told: &mut Vec<Told>) {
             (Op::Release(ending), answer) => {
                 let done = !matches!(answer, Some(Err(_)));
                 released |= done;
-                // A copy may have been in a parent that was just being killed.
-                let to = if ending == Ending::Close { to.max(held.over) } else { to };
+                let to = if ending == Ending::ChildsClose { to.max(held.over) } else { to };
                 let act = if done { Act::Release { lease } } else { Act::Lost { lease } };
                 push(told, from, to, act, Some(claim), words);
                 continue;

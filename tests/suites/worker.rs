@@ -31,6 +31,8 @@ pub enum Role {
     Pin,
     /// S3: claims at once, holds for a moment, exits.
     Fresh,
+    /// S3: holds for a moment, over and over.
+    Brief,
     /// S3: tries to end what is not its own.
     Evict,
 }
@@ -89,6 +91,7 @@ fn entry() {
         Role::Keep => crate::s3_remediation::keep(&mut worker),
         Role::Pin => crate::s3_remediation::pin(&mut worker),
         Role::Fresh => crate::s3_remediation::fresh(&mut worker),
+        Role::Brief => crate::s3_remediation::brief(&mut worker),
         Role::Evict => crate::evictor::evict(&mut worker),
     }
 }
@@ -234,7 +237,11 @@ impl Worker {
 
     /// Lets go by closing the last copy.
     pub fn close(&self, key: &str, held: Held) {
-        let _ = self.call(key, Op::Release(Ending::Close), || sys::close(held.fd));
+        self.close_by(key, held, Ending::Close);
+    }
+
+    fn close_by(&self, key: &str, held: Held, ending: Ending) {
+        let _ = self.call(key, Op::Release(ending), || sys::close(held.fd));
     }
 
     /// Lets go by unlocking; the handle can lock again.
@@ -285,7 +292,7 @@ impl Worker {
                 self.beat();
                 sys::pause(hold_us);
                 let _ = self.epoch(key, &held);
-                self.close(key, held);
+                self.close_by(key, held, Ending::ChildsClose);
                 // SAFETY: ends the child.
                 unsafe { libc::_exit(0) }
             }
