@@ -77,6 +77,8 @@ pub(crate) struct Batch {
     pub log: Vec<Logged>,
     /// Kept in order with what is recorded: nobody hears of a grant that may still be taken back.
     pub notes: Vec<Note>,
+    /// Closes that were not answered yet: the kernel sends only so many at a time.
+    pub closes: usize,
     /// Bytes of drafts that have to reach the disk first.
     pub draft_bytes: u64,
     undo: Vec<Undo>,

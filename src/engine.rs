@@ -31,6 +31,8 @@ use crate::ttl::Ttl;
 
 /// How long a write nobody waits for may stay in memory, in nanoseconds.
 const LAZY_NS: u64 = 20_000_000;
+/// Closes that may be unanswered; the kernel's own bound is at least 12.
+const MAX_CLOSES: usize = 8;
 /// Transactions between two checkpoints.
 const COMMITS_PER_CHECKPOINT: u64 = 1_000;
 
@@ -114,6 +116,7 @@ pub struct Engine {
     next_handle: AtomicU64,
     next_waiter: AtomicU64,
     wake_ns: AtomicU64,
+    deadline_ns: AtomicU64,
     urgent: AtomicBool,
     checkpoint_due: AtomicBool,
     /// Moving average of a commit, in nanoseconds.
@@ -149,6 +152,7 @@ impl Engine {
             next_handle: AtomicU64::new(generation << 40 | 1),
             next_waiter: AtomicU64::new(1),
             wake_ns: AtomicU64::new(u64::MAX),
+            deadline_ns: AtomicU64::new(u64::MAX),
             urgent: AtomicBool::new(false),
             checkpoint_due: AtomicBool::new(false),
             commit_ns: AtomicU64::new(0),
@@ -206,7 +210,12 @@ impl Engine {
 
     /// `CLOCK_BOOTTIME`, in nanoseconds, at which [`Engine::tick`] has something to do; `u64::MAX` for never.
     pub fn wake_ns(&self) -> u64 {
-        self.wake_ns.load(Ordering::Acquire)
+        self.wake_ns.load(Ordering::SeqCst)
+    }
+
+    /// `CLOCK_BOOTTIME`, in nanoseconds, of the next expiry; `u64::MAX` for none.
+    pub fn deadline_ns(&self) -> u64 {
+        self.deadline_ns.load(Ordering::SeqCst)
     }
 
     /// Whether somebody waits for a [`Engine::flush`].
@@ -214,12 +223,14 @@ impl Engine {
         self.urgent.load(Ordering::Acquire)
     }
 
-    /// Whether the next flush may take long: the disk is slow, or much has to be synced. Then another thread than the
-    /// one that answers reads should do it.
+    /// Whether the next flush may take long: the disk is slow, much has to be synced, or another flush is under way.
+    /// Then another thread than the one that answers reads should do it.
     pub fn is_slow(&self) -> bool {
         const SLOW_NS: u64 = 5_000_000;
         const MUCH_BYTES: u64 = 256 * 1024;
-        self.commit_ns.load(Ordering::Relaxed) > SLOW_NS || self.inner.lock().batch.draft_bytes > MUCH_BYTES
+        self.commit_ns.load(Ordering::Relaxed) > SLOW_NS
+            || self.inner.lock().batch.draft_bytes > MUCH_BYTES
+            || self.registry.is_locked()
     }
 
     /// Records what was decided and answers whoever waits for it, until nobody does.
@@ -290,9 +301,14 @@ impl Engine {
         recorded
     }
 
-    /// Whether the log wants [`Engine::checkpoint`]. Says so once.
-    pub fn checkpoint_due(&self) -> bool {
-        self.checkpoint_due.load(Ordering::Relaxed) && self.checkpoint_due.swap(false, Ordering::AcqRel)
+    /// Whether the log wants [`Engine::checkpoint`].
+    pub fn is_checkpoint_due(&self) -> bool {
+        self.checkpoint_due.load(Ordering::Relaxed)
+    }
+
+    /// As [`Engine::is_checkpoint_due`], and says so once.
+    pub fn take_checkpoint_due(&self) -> bool {
+        self.checkpoint_due.swap(false, Ordering::AcqRel)
     }
 
     /// Moves the registry's log into its main file; to be called from a thread nobody waits for.
@@ -311,7 +327,8 @@ impl Engine {
             (false, Some(at)) => at,
             (false, None) => inner.batch.since_ns + LAZY_NS,
         };
-        self.wake_ns.store(deadline_ns.min(lazy_ns), Ordering::Release);
+        self.deadline_ns.store(deadline_ns, Ordering::SeqCst);
+        self.wake_ns.store(deadline_ns.min(lazy_ns), Ordering::SeqCst);
     }
 
     // ---- naming -------------------------------------------------------------------------------------------------
@@ -437,8 +454,17 @@ impl Engine {
     /// Removes a namespace; its keys keep their epochs.
     ///
     /// # Errors
-    /// [`Error::NotEmpty`] while a key in it is held or finished, or a namespace is in it; [`Error::NotFound`].
-    pub fn rmdir(&self, parent: NamespaceId, name: &[u8], now: Now, done: Done) -> Result<(), Error> {
+    /// [`Error::NotEmpty`] while a key in it is held or finished, or a namespace is in it; [`Error::NotPermitted`] for
+    /// anybody but root and the owners of it and of the namespace above, once there were keys in it;
+    /// [`Error::NotFound`].
+    pub fn rmdir(
+        &self,
+        parent: NamespaceId,
+        name: &[u8],
+        who: &Credentials,
+        now: Now,
+        done: Done,
+    ) -> Result<(), Error> {
         let mut inner = self.inner.lock();
         let Some(Node::Namespace(id)) = inner.namespaces.child(parent, crate::key::part(name)?) else {
             return Err(Error::NotFound);
@@ -450,6 +476,12 @@ impl Engine {
         }
         if busy {
             return Err(Error::NotEmpty);
+        }
+        // Whoever makes it again owns it, with the results of the keys that were in it.
+        let owner_above = inner.namespaces.get(parent).map(|above| above.row.uid);
+        let owns = who.uid == 0 || who.uid == row.uid || owner_above == Some(who.uid);
+        if inner.namespaces.has_children(id) && !owns {
+            return Err(Error::NotPermitted);
         }
         inner.removes = inner.batch.number;
         inner.set_namespace(NamespaceRow { present: false, ttl_ms: None, ..row }, now, done);
@@ -522,9 +554,10 @@ impl Engine {
         self.inner.lock().events.next()
     }
 
-    /// Events from a number on: see [`Events::read`].
-    pub fn events(&self, from: u64, limit: usize) -> (String, u64) {
-        self.inner.lock().events.read(from, limit)
+    /// Events from a number on, of the keys the caller may see: see [`Events::read`].
+    pub fn events(&self, from: u64, limit: usize, who: &Credentials) -> (String, u64) {
+        let inner = self.inner.lock();
+        inner.events.read(from, limit, |key| inner.namespaces.may_see(who, key.split().0))
     }
 
     /// The keys whose state changed since the last call.
@@ -774,8 +807,10 @@ impl Inner {
         if !unsettled && (reply.is_err() || !changed) {
             return ready.push((done, reply));
         }
-        // Nobody waits for the answer to a close, so it does not hurry the batch.
-        if !(closes && changed) {
+        // Nobody waits for the answer to a close, so it does not hurry the batch. But the kernel sends no more of them
+        // than it was told to while they are unanswered, and a close it keeps back ends no lease.
+        self.batch.closes += usize::from(closes);
+        if !(closes && changed) || self.batch.closes >= MAX_CLOSES {
             self.touch_batch(now);
             self.batch.urgent = true;
         }

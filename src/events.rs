@@ -113,8 +113,8 @@ impl Events {
     }
 
     /// Whole JSON lines from number `from` on, at most `limit` bytes of them, and where to go on. A reader that fell
-    /// behind is told how many it missed. Empty when there is nothing new.
-    pub fn read(&self, from: u64, limit: usize) -> (String, u64) {
+    /// behind is told how many it missed. Empty when there is nothing new that it `may_see`.
+    pub fn read(&self, from: u64, limit: usize, may_see: impl Fn(&Key) -> bool) -> (String, u64) {
         let mut text = String::new();
         let first = self.next - self.ring.len() as u64;
         let mut at = from;
@@ -124,6 +124,10 @@ impl Events {
         }
         let skip = usize::try_from(at - first).unwrap_or(usize::MAX);
         for event in self.ring.iter().skip(skip) {
+            if !may_see(&event.key) {
+                at += 1;
+                continue;
+            }
             let line = Line {
                 seq: event.seq,
                 time: rfc3339(event.wall_ms),
@@ -154,9 +158,9 @@ mod tests {
         for _ in 0..CAPACITY + 5 {
             events.push(Now::default(), Kind::Granted, &key, Epoch(1));
         }
-        let (text, at) = events.read(0, 100);
+        let (text, at) = events.read(0, 100, |_| true);
         assert_eq!(text.lines().next(), Some("{\"event\":\"gap\",\"missed\":5}"));
-        let (rest, end) = events.read(at, usize::MAX);
+        let (rest, end) = events.read(at, usize::MAX, |_| true);
         assert_eq!((rest.lines().count() as u64 + at, end), (events.next(), events.next()));
     }
 
@@ -170,7 +174,7 @@ mod tests {
         let mut at = 0;
         let mut seen = 0;
         while at < events.next() {
-            let (text, next) = events.read(at, 150);
+            let (text, next) = events.read(at, 150, |_| true);
             assert!(text.ends_with("}\n"));
             seen += text.lines().count();
             at = next;

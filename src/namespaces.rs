@@ -149,6 +149,21 @@ impl Namespaces {
         Some(id)
     }
 
+    /// Whether the permission bits let the caller list the namespace with this path.
+    pub fn may_see(&self, who: &Credentials, path: &str) -> bool {
+        const READ_AND_SEARCH: u32 = 5;
+        const SEARCH: u32 = 1;
+        let Some(last) = self.find(path).and_then(|id| self.all.get(&id)) else { return false };
+        let mut above = last.parent.and_then(|id| self.all.get(&id));
+        while let Some(namespace) = above {
+            if !namespace.allows(who, SEARCH) {
+                return false;
+            }
+            above = namespace.parent.and_then(|id| self.all.get(&id));
+        }
+        last.allows(who, READ_AND_SEARCH)
+    }
+
     /// What a name stands for, removed namespaces included.
     pub fn child(&self, parent: NamespaceId, name: &str) -> Option<Node> {
         self.all.get(&parent)?.children.get(name).copied()
@@ -226,6 +241,7 @@ impl Namespaces {
             id: old.unwrap_or(NamespaceId(self.last + 1)),
             path: path.as_str().to_owned(),
             present: true,
+            made: old.and_then(|id| self.all.get(&id)).map_or(0, |before| before.row.made) + 1,
             mode: if inherits { mode | SETGID } else { mode } & 0o7777,
             uid: who.uid,
             gid: if inherits { above.row.gid } else { who.gid },
@@ -276,6 +292,7 @@ mod tests {
             id: NamespaceId(id),
             path: path.into(),
             present: true,
+            made: 1,
             mode,
             uid: 10,
             gid: 20,

@@ -205,5 +205,6 @@ pub fn disconnect(mountpoint: &Path, detach: bool) -> io::Result<()> {
 /// Whether the kernel would abort the connection because one request waits for long (Linux 6.15 and later).
 pub fn request_timeout_s() -> u64 {
     let read = |name: &str| std::fs::read_to_string(format!("/proc/sys/fs/fuse/{name}")).ok();
-    read("max_request_timeout").and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+    let value = |name| read(name).and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+    value("max_request_timeout").max(value("default_request_timeout"))
 }

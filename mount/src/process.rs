@@ -20,8 +20,6 @@ use parking_lot::Mutex;
 
 /// Most processes remembered.
 const CAPACITY: usize = 512;
-/// Longest command shown, in bytes.
-const MAX_COMMAND: usize = 256;
 /// `PF_SIGNALED` in field 9 of `/proc/PID/stat`: a signal killed it.
 const PF_SIGNALED: u64 = 0x400;
 
@@ -30,7 +28,7 @@ const PF_SIGNALED: u64 = 0x400;
 pub struct Seen {
     /// The process; all 0 where the thread cannot be seen.
     pub process: Process,
-    /// Its command line.
+    /// Its name, as `comm` has it.
     pub command: Arc<str>,
 }
 
@@ -135,17 +133,17 @@ impl Known {
         let status = fs::read_to_string(format!("/proc/{tid}/status"))?;
         let pid = field(&status, "Tgid:").and_then(|value| value.parse().ok()).unwrap_or(tid);
         let stat = Stat::read(&File::open(format!("/proc/{pid}/stat"))?)?;
-        let command = command_line(pid).unwrap_or_else(|| String::from_utf8_lossy(&comm).trim_end().to_owned());
+        let command = name_of(pid).unwrap_or_else(|| String::from_utf8_lossy(&comm).trim_end().to_owned());
         let process = Process { pid, start_time: stat.start_time };
         Ok(Known { comm_file, comm, seen: Seen { process, command: Arc::from(command) } })
     }
 }
 
-fn command_line(pid: u32) -> Option<String> {
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).ok().filter(|bytes| !bytes.is_empty())?;
-    let line = String::from_utf8_lossy(&bytes).trim_end_matches('\0').replace(|c: char| c.is_control(), " ");
-    let end = (0..=MAX_COMMAND.min(line.len())).rev().find(|at| line.is_char_boundary(*at))?;
-    Some(line[..end].to_owned())
+/// What the first thread of a process calls itself. Its command line would say more, but reading that waits for the
+/// process's memory map, which may be waiting for an answer of ours.
+fn name_of(pid: u32) -> Option<String> {
+    let bytes = fs::read(format!("/proc/{pid}/comm")).ok()?;
+    Some(String::from_utf8_lossy(&bytes).trim_end().to_owned())
 }
 
 /// The fields of `/proc/PID/stat` that matter here.
@@ -189,9 +187,15 @@ pub fn is_killed(tid: u32) -> bool {
     if File::open(format!("/proc/{tid}/statm")).map_or(true, |statm| has_memory(&statm)) {
         return false;
     }
-    File::open(format!("/proc/{tid}/stat"))
-        .and_then(|file| Stat::read(&file))
-        .is_ok_and(|stat| stat.flags & PF_SIGNALED != 0 && stat.signal() != 0)
+    let stat = File::open(format!("/proc/{tid}/stat")).and_then(|file| Stat::read(&file));
+    stat.is_ok_and(|stat| stat.flags & PF_SIGNALED != 0 && (stat.signal() != 0 || !may_see_exit_code(tid)))
+}
+
+/// Whether the kernel shows us the exit code of a thread. Without the right to trace it, it shows 0; publishing half a
+/// result would be worse than publishing none.
+fn may_see_exit_code(tid: u32) -> bool {
+    let refused = fs::read_link(format!("/proc/{tid}/cwd")).is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied);
+    !refused
 }
 
 /// The supplementary groups of a thread; none where it cannot be seen.
@@ -234,9 +238,8 @@ impl Watched {
     /// A signal to the process is for one thread of it, and only that one can be told `EINTR`: to any other the kernel
     /// would return a number that is no errno (512).
     pub fn look(&mut self) -> Pending {
-        let mut buffer = [0; 4096];
-        let Ok(length) = self.status.read_at(&mut buffer, 0) else { return Pending::Signal };
-        let signals = Signals::parse(&String::from_utf8_lossy(&buffer[..length]));
+        let Ok(status) = read_whole(&self.status) else { return Pending::Signal };
+        let signals = Signals::parse(&String::from_utf8_lossy(&status));
         if signals.own != 0 || signals.shared != 0 && signals.is_alone(self.tid) {
             return Pending::Signal;
         }
@@ -293,6 +296,23 @@ impl Signals {
         let first = Signals::parse(&status);
         if first.is_zombie || status.is_empty() { u64::MAX } else { first.blocked }
     }
+}
+
+/// Reads a file of `/proc` from its start to its end: a long list of groups may come before what is looked for.
+fn read_whole(file: &File) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; 4096];
+    let mut filled = 0;
+    loop {
+        match file.read_at(&mut bytes[filled..], filled as u64)? {
+            0 => break,
+            read => filled += read,
+        }
+        if filled == bytes.len() {
+            bytes.resize(filled * 2, 0);
+        }
+    }
+    bytes.truncate(filled);
+    Ok(bytes)
 }
 
 fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {

@@ -129,17 +129,10 @@ fn answers(mountpoint: &Path) -> bool {
 fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<()> {
     let shared = fs.shared();
     timekeeper::spawn("timekeeper", shared, |shared| {
-        shared.timekeeper.run(|| shared.engine.wake_ns(), || shared.on_time());
+        shared.timekeeper.run(|| shared.next_ns(), || shared.on_time());
     })?;
     timekeeper::spawn("writer", shared, |shared| {
-        let mut first = true;
-        shared.writer.run(
-            || u64::MAX,
-            || {
-                shared.on_write(first);
-                first = false;
-            },
-        );
+        shared.writer.run(|| u64::MAX, || shared.on_write());
     })?;
     timekeeper::spawn("watcher", shared, |shared| shared.watcher.run(|wait| shared.on_signal(wait)))?;
     std::thread::Builder::new().name("signals".into()).spawn(move || unmount_on_signal(&mountpoint, signals))?;
@@ -187,6 +180,7 @@ fn open_engine(plan: &Plan, state_dir: &Path) -> Result<Engine> {
             id: NamespaceId::ROOT,
             path: String::new(),
             present: true,
+            made: 1,
             mode: if plan.options.allow_other { 0o777 } else { 0o700 },
             uid: geteuid().as_raw(),
             gid: getegid().as_raw(),

@@ -16,7 +16,7 @@ const FIRST_NS: u64 = 20_000_000;
 const LONGEST_NS: u64 = 80_000_000;
 /// After a look that found what may be for another thread.
 const AGAIN_NS: u64 = 10_000_000;
-/// A thread in a pid namespace that cannot be seen is asked once a second whether it still wants to wait: by `EINTR`.
+/// A thread that cannot be seen, in another pid namespace say, is looked for again after this long.
 const UNSEEN_NS: u64 = 1_000_000_000;
 
 /// What waits.
@@ -100,7 +100,16 @@ impl Watcher {
 impl Entry {
     fn look(&mut self, now_ns: u64) -> bool {
         if self.watched.is_none() {
-            self.watched = Watched::open(self.tid).ok();
+            match Watched::open(self.tid) {
+                Ok(watched) => self.watched = Some(watched),
+                // Gone before it could be looked at.
+                Err(error) if self.tid != 0 && error.kind() == std::io::ErrorKind::NotFound => return true,
+                // Not to be seen, which is no signal: told EINTR without one, a program would read errno 512.
+                Err(_) => {
+                    self.next_ns = now_ns + UNSEEN_NS;
+                    return false;
+                }
+            }
         }
         match &mut self.watched {
             Some(watched) => {
@@ -113,13 +122,7 @@ impl Entry {
                 };
                 pending == Pending::Signal
             }
-            None if self.tid == 0 && self.interval_ns < UNSEEN_NS => {
-                self.interval_ns = UNSEEN_NS;
-                self.next_ns = now_ns + UNSEEN_NS - FIRST_NS;
-                false
-            }
-            // Never seen, or gone before it could be looked at.
-            None => true,
+            None => false,
         }
     }
 }

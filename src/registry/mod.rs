@@ -61,6 +61,8 @@ pub struct NamespaceRow {
     pub path: String,
     /// False once it was removed; its keys keep their epochs.
     pub present: bool,
+    /// How often it was made.
+    pub made: u64,
     /// Permission bits with setuid, setgid and sticky.
     pub mode: u32,
     /// Owner.

@@ -36,7 +36,8 @@ const COMMITS_PER_CHECKPOINT: u32 = 2_000;
 const SCHEMA: &str = "
 CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE namespaces(
-    id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, present INTEGER NOT NULL, mode INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, present INTEGER NOT NULL, made INTEGER NOT NULL,
+    mode INTEGER NOT NULL,
     uid INTEGER NOT NULL, gid INTEGER NOT NULL, atime_ns INTEGER NOT NULL, mtime_ns INTEGER NOT NULL,
     ctime_ns INTEGER NOT NULL, ttl_ms INTEGER);
 CREATE TABLE keys(
@@ -115,6 +116,10 @@ impl SqliteRegistry {
 
     fn try_commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Failure> {
         self.set_sync(durable)?;
+        // Where taking the last one back failed too, it is taken back now.
+        if !self.connection.is_autocommit() {
+            self.connection.execute_batch("ROLLBACK")?;
+        }
         // A transaction object would have these two parsed anew every time.
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
         let written = writes.iter().try_for_each(|write| apply(&self.connection, write));
@@ -246,7 +251,7 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
         Write::Namespace(row) => {
             let mut put = tx.prepare_cached(
                 "INSERT OR REPLACE INTO namespaces(id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, \
-                 ttl_ms) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+                 ttl_ms, made) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
             )?;
             put.execute(params![
                 row.id.0,
@@ -258,7 +263,8 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
                 row.atime_ns,
                 row.mtime_ns,
                 row.ctime_ns,
-                row.ttl_ms
+                row.ttl_ms,
+                row.made
             ])?;
             Ok(())
         }
@@ -352,7 +358,9 @@ fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, 
     }
     tx.execute("DELETE FROM keys WHERE epoch = 0", [])?;
     let namespaces = tx
-        .prepare("SELECT id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, ttl_ms FROM namespaces")?
+        .prepare(
+            "SELECT id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, ttl_ms, made FROM namespaces",
+        )?
         .query_map([], |row| {
             Ok(NamespaceRow {
                 id: NamespaceId(row.get(0)?),
@@ -365,6 +373,7 @@ fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, 
                 mtime_ns: row.get(7)?,
                 ctime_ns: row.get(8)?,
                 ttl_ms: row.get(9)?,
+                made: row.get(10)?,
             })
         })?
         .collect::<Result<Vec<_>, _>>()?;

@@ -374,11 +374,11 @@ fn a_name_is_taken_until_the_removal_of_its_namespace_is_recorded() {
     let (now, who, engine) = (desk.now, Credentials::default(), &desk.rig.engine);
     let made = engine.mkdir(NamespaceId::ROOT, b"n", 0o777, &who, now, Box::new(|_| ())).expect("new");
     desk.flush();
-    engine.rmdir(NamespaceId::ROOT, b"n", now, Box::new(|_| ())).expect("empty");
+    engine.rmdir(NamespaceId::ROOT, b"n", &who, now, Box::new(|_| ())).expect("empty");
     assert_eq!(engine.open_name(NamespaceId::ROOT, b"n", now), Err(Error::Exists));
     desk.fail();
     assert_eq!(engine.child(NamespaceId::ROOT, b"n"), Ok(Some(leasefs::namespaces::Node::Namespace(made))));
-    engine.rmdir(NamespaceId::ROOT, b"n", now, Box::new(|_| ())).expect("empty");
+    engine.rmdir(NamespaceId::ROOT, b"n", &who, now, Box::new(|_| ())).expect("empty");
     desk.flush();
     assert!(engine.open_name(NamespaceId::ROOT, b"n", now).is_ok());
 }
@@ -386,7 +386,7 @@ fn a_name_is_taken_until_the_removal_of_its_namespace_is_recorded() {
 #[test]
 fn nobody_hears_of_a_grant_that_was_refused() {
     let desk = Desk::new();
-    let heard = || desk.rig.engine.events(0, 1 << 20).0;
+    let heard = || desk.rig.engine.events(0, 1 << 20, &Credentials::default()).0;
     desk.create(desk.open());
     assert_eq!(heard(), "", "announced before it is recorded");
     desk.fail();

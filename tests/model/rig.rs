@@ -113,6 +113,7 @@ fn config() -> Config {
         id: NamespaceId::ROOT,
         path: String::new(),
         present: true,
+        made: 1,
         mode: 0o777,
         uid: 0,
         gid: 0,

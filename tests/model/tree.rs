@@ -98,7 +98,7 @@ fn take(rig: &Rig, told: &Arc<Mutex<Told>>, act: Act) {
         Act::Rmdir(dir, name) => {
             let Some(parent) = parent(dir) else { return };
             let done = Box::new(acknowledge(join(dir, name), false));
-            let _ = engine.rmdir(parent, NAMES[name].as_bytes(), now, done);
+            let _ = engine.rmdir(parent, NAMES[name].as_bytes(), &Credentials::default(), now, done);
         }
         Act::Open(dir, name) | Act::Create(dir, name) => {
             let Some(parent) = parent(dir) else { return };

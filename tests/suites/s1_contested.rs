@@ -269,10 +269,10 @@ fn s1_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
     Ok(())
 }
 
-/// Runs a fleet until so many claims were told, ends it, and gives what it did.
+/// Runs a fleet until so many claims were told or something went wrong, ends it, and gives what it did.
 pub fn run(fleet: &mut Fleet, chaos: &mut Chaos, claims: u64, ttl_ms: u64) -> Result<History, Violation> {
     let mut ran = Ok(());
-    while ran.is_ok() && fleet.board.get(Number::Claims) < claims {
+    while ran.is_ok() && fleet.board.get(Number::Claims) < claims && fleet.board.get(Number::Wrong) == 0 {
         chaos.step(fleet);
         ran = fleet.tend();
         std::thread::sleep(Duration::from_millis(1));

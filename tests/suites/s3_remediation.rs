@@ -16,7 +16,7 @@ use crate::history::{History, Lease, Violation};
 use crate::record::{Form, Op, Renewal};
 use crate::s1_contested::{epochs_grow, finish, make_namespace, no_overlap};
 use crate::settings::Settings;
-use crate::sys;
+use crate::sys::{self, Number};
 use crate::worker::{Held, Job, Role, Worker};
 use crate::{registry, trace};
 
@@ -266,7 +266,7 @@ fn s3_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
     let mut rng = StdRng::seed_from_u64(seed);
     let until = Instant::now() + settings.hostile;
     let mut ran = Ok(());
-    while ran.is_ok() && Instant::now() < until {
+    while ran.is_ok() && Instant::now() < until && fleet.board.get(Number::Wrong) == 0 {
         if rng.random_ratio(1, 40) {
             let frozen: Vec<usize> = (0..HOLDERS.len()).filter(|&at| HOLDERS[at].1.starts_with("frozen")).collect();
             let ms = rng.random_range(TTL_MS..TTL_MS + 350);

@@ -224,6 +224,8 @@ pub enum Number {
     Claims = 1,
     /// Times a worker did anything at all.
     Pulse = 2,
+    /// Not 0: somebody saw what may never be, and the run need not go on.
+    Wrong = 3,
 }
 
 impl Board {

@@ -10,7 +10,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
 
-use crate::record::{Ending, Form, Line, Op, Renewal};
+use crate::record::{Ending, Form, Line, Op, Renewal, allowed};
 use crate::sys::{self, Alarm, Answer, Board, Number};
 
 /// The environment variable with the [`Job`].
@@ -139,6 +139,7 @@ impl Worker {
 
     /// Notes a violation seen on the spot.
     pub fn wrong(&self, text: String) {
+        self.board.count(Number::Wrong);
         self.line(&Line::Wrong { t: sys::now(), text });
     }
 
@@ -147,6 +148,9 @@ impl Worker {
         self.line(&Line::Ask { t: sys::now(), key: key.into(), op });
         let answer = call();
         self.line(&Line::Got { t: sys::now(), answer });
+        if answer.is_err_and(|errno| !allowed(&op, errno)) {
+            self.board.count(Number::Wrong);
+        }
         answer
     }
 

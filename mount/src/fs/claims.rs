@@ -1,5 +1,6 @@
 //! `claims/KEY`: the three forms of claiming, and what a handle can do (§3, §4).
 
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
@@ -28,6 +29,13 @@ const WHOLE_FILE: (u64, u64) = (0, i64::MAX as u64);
 const RESEND: u64 = 1 << 63;
 /// The extended attribute that sets a TTL.
 pub const TTL_XATTR: &[u8] = b"user.lease.ttl";
+
+/// What the kernel's number of a lock owner stands for.
+pub struct KnownOwner {
+    owner: Owner,
+    process: Process,
+    handles: HashSet<Handle>,
+}
 
 /// A lock request, decoded.
 pub struct LockRequest {
@@ -73,7 +81,10 @@ impl LeaseFs {
         };
         let handle = self.engine.new_handle();
         let seen = self.processes.identify(req.pid());
-        self.open_handle(handle, Open::Claim { key, opener: seen.clone(), snapshot: Snapshot::default() });
+        self.open_handle(
+            handle,
+            Open::Claim { key, opener: seen.clone(), snapshot: Snapshot::default(), owners: HashSet::new() },
+        );
         let fs = self.clone();
         let created = move |reply: ReplyCreate| match fs.attributes(Node::Claim(key), now) {
             Some(attr) => reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), claim_flags()),
@@ -102,7 +113,7 @@ impl LeaseFs {
         }
         let handle = self.engine.new_handle();
         let opener = self.processes.identify(req.pid());
-        self.open_handle(handle, Open::Claim { key, opener, snapshot: Snapshot::default() });
+        self.open_handle(handle, Open::Claim { key, opener, snapshot: Snapshot::default(), owners: HashSet::new() });
         reply.opened(FileHandle(handle.0), claim_flags());
     }
 
@@ -130,7 +141,9 @@ impl LeaseFs {
         if request.range != WHOLE_FILE {
             return reply.error(Errno::EINVAL);
         }
-        let (handle, owner) = (Handle(request.handle), Owner(request.owner));
+        let locker = self.processes.identify(req.pid());
+        let handle = Handle(request.handle);
+        let owner = self.owner(request.owner, handle, locker.process);
         let mode = match request.kind {
             libc::F_WRLCK => Mode::Exclusive,
             libc::F_RDLCK => Mode::Shared,
@@ -145,7 +158,6 @@ impl LeaseFs {
         if namespace_allows != Some(true) {
             return reply.error(Errno::EACCES);
         }
-        let locker = self.processes.identify(req.pid());
         let claimant = self.claimant(req, &opener, &locker);
         let wait = request.sleep.then(|| self.engine.new_waiter());
         if let Some(waiter) = wait {
@@ -161,7 +173,45 @@ impl LeaseFs {
         self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
     }
 
-    pub(super) fn test_lock(&self, request: &LockRequest, reply: ReplyLock) {
+    /// The lock owner that a request means. The kernel's number for a POSIX lock owner outlives the process it stood for
+    /// and may stand for another one later: it counts for what it stood for only with the same handle or process.
+    fn owner(&self, number: u64, handle: Handle, process: Process) -> Owner {
+        let mut owners = self.owners.lock();
+        let known = owners.get(&number).filter(|known| known.process.is(process) || known.handles.contains(&handle));
+        let owner = match known {
+            Some(known) => known.owner,
+            None if owners.contains_key(&number) => Owner(self.engine.new_handle().0),
+            None => Owner(number),
+        };
+        if known.is_none() {
+            owners.insert(number, KnownOwner { owner, process, handles: HashSet::new() });
+        }
+        if let Some(known) = owners.get_mut(&number) {
+            known.handles.insert(handle);
+        }
+        drop(owners);
+        self.with_handle(handle.0, |open| {
+            if let Open::Claim { owners, .. } = open {
+                owners.insert(number);
+            }
+        });
+        owner
+    }
+
+    /// Forgets the owners that only a handle now closed told apart.
+    pub(super) fn forget_owners(&self, numbers: &HashSet<u64>, handle: Handle) {
+        let mut owners = self.owners.lock();
+        for number in numbers {
+            if let Some(known) = owners.get_mut(number) {
+                known.handles.remove(&handle);
+                if known.handles.is_empty() {
+                    owners.remove(number);
+                }
+            }
+        }
+    }
+
+    pub(super) fn test_lock(&self, req: &Request, request: &LockRequest, reply: ReplyLock) {
         let key = self.with_handle(request.handle, |open| match open {
             Open::Claim { key, .. } => Some(*key),
             _ => None,
@@ -170,7 +220,8 @@ impl LeaseFs {
         if request.range != WHOLE_FILE {
             return reply.error(Errno::EINVAL);
         }
-        let (handle, owner) = (Handle(request.handle), Owner(request.owner));
+        let handle = Handle(request.handle);
+        let owner = self.owner(request.owner, handle, self.processes.identify(req.pid()).process);
         self.expire(key, clock::now());
         let in_the_way = self.engine.view(key, |entry, _| {
             let state = &entry.state;

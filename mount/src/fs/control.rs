@@ -6,6 +6,7 @@ use fuser::{
     Errno, FileHandle, FopenFlags, PollEvents, PollNotifier, ReplyData, ReplyOpen, ReplyPoll, ReplyWrite, Request,
 };
 use leasefs::machine::{Input, Why};
+use leasefs::namespaces::Credentials;
 use leasefs::{Epoch, Error, Handle, Key, KeyId, view};
 use serde::Deserialize;
 
@@ -14,7 +15,7 @@ use super::{LeaseFs, Shared};
 use crate::clock;
 use crate::errno::errno;
 use crate::ino::Control;
-use crate::process::Seen;
+use crate::process::{self, Seen};
 use crate::watcher::Wait;
 
 /// Who is to be woken when a key changes. A handle has one place, however often it polls.
@@ -63,7 +64,7 @@ impl LeaseFs {
         reply.opened(FileHandle(handle.0), FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_NOFLUSH);
     }
 
-    pub(super) fn open_control(&self, file: Control, flags: i32, reply: ReplyOpen) {
+    pub(super) fn open_control(&self, req: &Request, file: Control, flags: i32, reply: ReplyOpen) {
         let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
         if writes != (file == Control::Control) {
             return reply.error(Errno::EACCES);
@@ -71,7 +72,11 @@ impl LeaseFs {
         let handle = self.engine.new_handle();
         let (open, flags) = match file {
             Control::Control => (Open::Control, FopenFlags::empty()),
-            Control::Events => (Open::Events { next: self.engine.next_event() }, FopenFlags::FOPEN_NONSEEKABLE),
+            Control::Events => {
+                let who = Credentials { groups: process::groups(req.pid()), ..self.credentials(req) };
+                let events = Open::Events { next: self.engine.next_event(), rest: Vec::new(), who };
+                (events, FopenFlags::FOPEN_NONSEEKABLE)
+            }
             text => (Open::Text(text, Snapshot::default()), FopenFlags::empty()),
         };
         self.open_handle(handle, open);
@@ -125,33 +130,23 @@ impl LeaseFs {
         }
     }
 
-    pub(super) fn read_events(
-        &self,
-        req: &Request,
-        handle: u64,
-        next: u64,
-        size: u32,
-        nonblock: bool,
-        reply: ReplyData,
-    ) {
+    pub(super) fn read_events(&self, req: &Request, handle: u64, size: u32, nonblock: bool, reply: ReplyData) {
         let size = size as usize;
-        let (text, after) = self.engine.events(next, size);
-        if !text.is_empty() {
-            self.advance_events(handle, after);
-            return reply.data(text.as_bytes());
+        let (bytes, next) = self.take_events(handle, size);
+        if !bytes.is_empty() {
+            return reply.data(&bytes);
         }
         if nonblock {
             return reply.error(Errno::EAGAIN);
         }
-        let number = {
+        {
             let mut parked = self.parked.lock();
             parked.last += 1;
             let number = parked.last;
             parked.readers.insert(number, Reader { handle, next, size, reply });
             self.engine.set_watched(true);
-            number
-        };
-        self.watcher.add(Wait::Events(number), req.pid());
+            self.watcher.add(Wait::Events(number), req.pid());
+        }
         // What happened before it was parked woke nobody.
         self.answer_events();
     }
@@ -165,10 +160,14 @@ impl LeaseFs {
             Ok(key) => key,
             Err(error) => return reply.error(errno(&error.into())),
         };
-        let Some(id) = self.engine.find(&key) else { return reply.error(Errno::ENOENT) };
         let uid = req.uid();
+        let anyone = uid == 0 || uid == self.settings.mount_owner;
+        let Some(id) = self.engine.find(&key) else {
+            // Whether there is such a key is not for everybody to know.
+            return reply.error(if anyone { Errno::ENOENT } else { Errno::EACCES });
+        };
         let owns = self.engine.view(id, |entry, tree| tree.get(entry.namespace).is_some_and(|ns| ns.row.uid == uid));
-        if uid != 0 && uid != self.settings.mount_owner && owns != Some(true) {
+        if !anyone && owns != Some(true) {
             return reply.error(Errno::EACCES);
         }
         let Seen { process, .. } = self.processes.identify(req.pid());
@@ -193,7 +192,7 @@ impl LeaseFs {
         let what = self.with_handle(handle, |open| match open {
             Open::Claim { key, .. } => What::Claim(*key),
             Open::Status { key, seen, .. } => What::Status(*key, *seen),
-            Open::Events { next } => What::Events(*next),
+            Open::Events { next, rest, .. } if rest.is_empty() => What::Events(*next),
             _ => What::Other,
         });
         // Entered before it is looked at, so that a change in between is not missed.
@@ -248,12 +247,18 @@ impl LeaseFs {
 }
 
 impl Shared {
-    fn advance_events(&self, handle: u64, after: u64) {
-        self.with_handle(handle, |open| {
-            if let Open::Events { next } = open {
-                *next = after;
+    /// What a reader of events is to be given now, at most `size` bytes, and the number it goes on from.
+    fn take_events(&self, handle: u64, size: usize) -> (Vec<u8>, u64) {
+        let taken = self.with_handle(handle, |open| {
+            let Open::Events { next, rest, who } = open else { return None };
+            if rest.is_empty() {
+                let (text, after) = self.engine.events(*next, size, who);
+                (*rest, *next) = (text.into_bytes(), after);
             }
+            let later = rest.split_off(size.min(rest.len()));
+            Some((std::mem::replace(rest, later), *next))
         });
+        taken.flatten().unwrap_or_default()
     }
 
     /// Answers the reads of events that have something to read now.
@@ -262,16 +267,16 @@ impl Shared {
         let newest = self.engine.next_event();
         let due: Vec<u64> =
             parked.readers.iter().filter(|(_, reader)| reader.next < newest).map(|(number, _)| *number).collect();
-        let due: Vec<(u64, Reader)> = due
-            .into_iter()
-            .filter_map(|number| parked.readers.remove(&number).map(|reader| (number, reader)))
-            .collect();
-        drop(parked);
-        for (number, reader) in due {
-            self.watcher.remove(Wait::Events(number));
-            let (text, after) = self.engine.events(reader.next, reader.size);
-            self.advance_events(reader.handle, after);
-            reader.reply.data(text.as_bytes());
+        for number in due {
+            let Some(mut reader) = parked.readers.remove(&number) else { continue };
+            let (bytes, next) = self.take_events(reader.handle, reader.size);
+            if bytes.is_empty() {
+                reader.next = next;
+                parked.readers.insert(number, reader);
+            } else {
+                self.watcher.remove(Wait::Events(number));
+                reader.reply.data(&bytes);
+            }
         }
     }
 

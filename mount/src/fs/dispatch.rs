@@ -29,7 +29,7 @@ enum Kind {
     Status(KeyId),
     Bytes,
     Text(Control),
-    Events(u64),
+    Events,
     Control,
 }
 
@@ -40,7 +40,7 @@ impl LeaseFs {
             Open::Status { key, .. } => Kind::Status(*key),
             Open::Draft(_) | Open::Result(_) => Kind::Bytes,
             Open::Text(file, _) => Kind::Text(*file),
-            Open::Events { next } => Kind::Events(*next),
+            Open::Events { .. } => Kind::Events,
             Open::Control => Kind::Control,
         })
     }
@@ -101,6 +101,21 @@ impl Filesystem for LeaseFs {
         Ok(())
     }
 
+    // Also what has no answer, or needs no thought, may be the last that the kernel had to read.
+    fn forget(&self, _req: &Request, _ino: INodeNo, _nlookup: u64) {
+        self.settle();
+    }
+
+    fn opendir(&self, _req: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        reply.opened(FileHandle(0), fuser::FopenFlags::empty());
+        self.settle();
+    }
+
+    fn releasedir(&self, _req: &Request, _: INodeNo, _: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
+        reply.ok();
+        self.settle();
+    }
+
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         self.do_lookup(parent, name, reply);
         self.settle();
@@ -144,6 +159,7 @@ impl Filesystem for LeaseFs {
 
     fn mknod(&self, _req: &Request, _: INodeNo, _: &OsStr, _: u32, _: u32, _: u32, reply: ReplyEntry) {
         reply.error(Errno::EPERM);
+        self.settle();
     }
 
     fn mkdir(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
@@ -159,21 +175,24 @@ impl Filesystem for LeaseFs {
         self.settle();
     }
 
-    fn rmdir(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        self.do_rmdir(parent, name, reply);
+    fn rmdir(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        self.do_rmdir(req, parent, name, reply);
         self.settle();
     }
 
     fn symlink(&self, _req: &Request, _: INodeNo, _: &OsStr, _: &Path, reply: ReplyEntry) {
         reply.error(Errno::EPERM);
+        self.settle();
     }
 
     fn rename(&self, _req: &Request, _: INodeNo, _: &OsStr, _: INodeNo, _: &OsStr, _: RenameFlags, reply: ReplyEmpty) {
         reply.error(Errno::EPERM);
+        self.settle();
     }
 
     fn link(&self, _req: &Request, _: INodeNo, _: INodeNo, _: &OsStr, reply: ReplyEntry) {
         reply.error(Errno::EPERM);
+        self.settle();
     }
 
     fn create(
@@ -199,7 +218,7 @@ impl Filesystem for LeaseFs {
             Some(Node::Claim(key)) => self.open_claim(req, key, reply),
             Some(Node::Status(key)) => self.open_status(key, flags.0, reply),
             Some(Node::Result(key, epoch)) => self.open_result(key, epoch, flags.0, reply),
-            Some(Node::Control(file)) => self.open_control(file, flags.0, reply),
+            Some(Node::Control(file)) => self.open_control(req, file, flags.0, reply),
             _ => reply.error(Errno::ENOENT),
         }
         self.settle();
@@ -221,9 +240,7 @@ impl Filesystem for LeaseFs {
             Some(Kind::Status(key)) => self.read_status(fh.0, key, offset, size, reply),
             Some(Kind::Bytes) => self.read_bytes(fh.0, offset, size, reply),
             Some(Kind::Text(file)) => self.read_text(fh.0, file, offset, size, reply),
-            Some(Kind::Events(next)) => {
-                self.read_events(req, fh.0, next, size, flags.0 & libc::O_NONBLOCK != 0, reply);
-            }
+            Some(Kind::Events) => self.read_events(req, fh.0, size, flags.0 & libc::O_NONBLOCK != 0, reply),
             Some(Kind::Control) | None => reply.error(Errno::EBADF),
         }
         self.settle();
@@ -273,7 +290,10 @@ impl Filesystem for LeaseFs {
         let open = self.handles.lock().remove(&fh.0);
         self.forget_polls(fh.0);
         match open {
-            Some(Open::Claim { key, opener, .. }) => self.close_claim(fh.0, key, opener.process, reply),
+            Some(Open::Claim { key, opener, owners, .. }) => {
+                self.forget_owners(&owners, leasefs::Handle(fh.0));
+                self.close_claim(fh.0, key, opener.process, reply);
+            }
             Some(Open::Draft(draft)) => self.close_draft(draft, fh.0, reply),
             _ => reply.ok(),
         }
@@ -296,6 +316,7 @@ impl Filesystem for LeaseFs {
 
     fn fsyncdir(&self, _req: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
         reply.ok();
+        self.settle();
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
@@ -313,6 +334,7 @@ impl Filesystem for LeaseFs {
             ),
             Err(_) => reply.error(Errno::EIO),
         }
+        self.settle();
     }
 
     fn setxattr(
@@ -325,10 +347,8 @@ impl Filesystem for LeaseFs {
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        if name.as_encoded_bytes() != TTL_XATTR {
-            return reply.error(Errno::EOPNOTSUPP);
-        }
         match std::str::from_utf8(value).ok().and_then(|text| text.parse::<Ttl>().ok()) {
+            _ if name.as_encoded_bytes() != TTL_XATTR => reply.error(Errno::EOPNOTSUPP),
             Some(ttl) => self.set_ttl(req, ino, Some(ttl), reply),
             None => reply.error(Errno::EINVAL),
         }
@@ -340,24 +360,27 @@ impl Filesystem for LeaseFs {
             Some(ttl) => answer_xattr(ttl.to_string().as_bytes(), size, reply),
             None => reply.error(Errno::ENODATA),
         }
+        self.settle();
     }
 
     fn listxattr(&self, _req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         let names = if self.ttl_of(ino).is_some() { [TTL_XATTR, b"\0"].concat() } else { Vec::new() };
         answer_xattr(&names, size, reply);
+        self.settle();
     }
 
     fn removexattr(&self, req: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        if name.as_encoded_bytes() != TTL_XATTR || self.ttl_of(ino).is_none() {
-            return reply.error(Errno::ENODATA);
+        if name.as_encoded_bytes() == TTL_XATTR && self.ttl_of(ino).is_some() {
+            self.set_ttl(req, ino, None, reply);
+        } else {
+            reply.error(Errno::ENODATA);
         }
-        self.set_ttl(req, ino, None, reply);
         self.settle();
     }
 
     fn getlk(
         &self,
-        _req: &Request,
+        req: &Request,
         _ino: INodeNo,
         fh: FileHandle,
         lock_owner: LockOwner,
@@ -369,7 +392,7 @@ impl Filesystem for LeaseFs {
     ) {
         let range = (start, end);
         let request = LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep: false };
-        self.test_lock(&request, reply);
+        self.test_lock(req, &request, reply);
         self.settle();
     }
 
@@ -403,6 +426,7 @@ impl Filesystem for LeaseFs {
         reply: ReplyIoctl,
     ) {
         reply.error(Errno::ENOTTY);
+        self.settle();
     }
 
     fn poll(
@@ -421,10 +445,12 @@ impl Filesystem for LeaseFs {
 
     fn fallocate(&self, _req: &Request, _: INodeNo, _: FileHandle, _: u64, _: u64, _: i32, reply: ReplyEmpty) {
         reply.error(Errno::EOPNOTSUPP);
+        self.settle();
     }
 
     fn lseek(&self, _req: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
         // The kernel then seeks by the file's size.
         reply.error(Errno::ENOSYS);
+        self.settle();
     }
 }

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use leasefs::machine::Process;
+use leasefs::namespaces::Credentials;
 use leasefs::{Epoch, Handle, KeyId};
 
 use super::Shared;
@@ -40,13 +41,23 @@ pub struct Draft {
     pub file: Arc<File>,
     /// Processes that wrote to it.
     pub writers: HashSet<u32>,
-    /// One of them was killed by a signal: closing it commits nothing.
+    /// One of them, or its opener, was killed by a signal: closing it commits nothing.
     pub killed: bool,
     /// A copy of it was closed, or was open when its process ended. One of which neither was told never reached the
     /// process that opened it: it was killed inside `open(2)`.
     pub flushed: bool,
+    /// A write to it failed: closing it commits nothing, `fsync` still does.
+    pub cut_short: bool,
     /// It became the result.
     pub committed: bool,
+}
+
+impl Draft {
+    /// A draft just opened.
+    pub fn new(key: KeyId, epoch: Epoch, opener: Process, file: Arc<File>) -> Draft {
+        let (killed, flushed, cut_short, committed) = (false, false, false, false);
+        Draft { key, epoch, opener, file, writers: HashSet::new(), killed, flushed, cut_short, committed }
+    }
 }
 
 /// What an open file is.
@@ -59,6 +70,8 @@ pub enum Open {
         opener: Seen,
         /// What is read from it.
         snapshot: Snapshot,
+        /// The kernel's numbers of the owners that locked it.
+        owners: HashSet<u64>,
     },
     /// `status/KEY`
     Status {
@@ -79,6 +92,10 @@ pub enum Open {
     Events {
         /// The number of the next event to be read.
         next: u64,
+        /// What of the last line did not fit into the read.
+        rest: Vec<u8>,
+        /// Who opened it: told only of keys that they may see.
+        who: Credentials,
     },
     /// `.leasefs/control`
     Control,

@@ -21,7 +21,7 @@ mod results;
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use fuser::Request;
 use leasefs::namespaces::{Credentials, Namespace};
@@ -33,6 +33,7 @@ use crate::clock;
 use crate::process::{self, Processes};
 use crate::timekeeper::Alarm;
 use crate::watcher::{Wait, Watcher};
+use claims::KnownOwner;
 use control::{Parked, Polls};
 use handles::Open;
 
@@ -79,9 +80,12 @@ pub struct Shared {
     device: OwnedFd,
     processes: Processes,
     handles: Mutex<HashMap<u64, Open>>,
+    owners: Mutex<HashMap<u64, KnownOwner>>,
     polls: Mutex<Polls>,
     parked: Mutex<Parked>,
     gathered: AtomicU32,
+    /// The writer was asked to record what was decided, and has not begun.
+    handed: AtomicBool,
 }
 
 /// The filesystem as fuser sees it.
@@ -111,9 +115,11 @@ impl LeaseFs {
             device,
             processes: Processes::default(),
             handles: Mutex::default(),
+            owners: Mutex::default(),
             polls: Mutex::default(),
             parked: Mutex::default(),
             gathered: AtomicU32::new(0),
+            handed: AtomicBool::new(false),
         })))
     }
 
@@ -131,7 +137,7 @@ impl LeaseFs {
                 self.flush(clock::now());
             }
         }
-        self.timekeeper.need(self.engine.wake_ns());
+        self.timekeeper.need(self.next_ns());
         self.announce();
     }
 
@@ -166,13 +172,19 @@ impl Shared {
     /// Records what was decided, on this thread or, where that may take long, on the writer's.
     pub fn flush(&self, now: Now) {
         if self.engine.is_slow() {
+            self.handed.store(true, Ordering::SeqCst);
             self.writer.wake();
             return;
         }
         self.engine.flush(now);
-        if self.engine.checkpoint_due() {
+        if self.engine.is_checkpoint_due() {
             self.writer.wake();
         }
+    }
+
+    /// When the timekeeper has something to do; what was handed to the writer is not its business.
+    pub fn next_ns(&self) -> u64 {
+        if self.handed.load(Ordering::SeqCst) { self.engine.deadline_ns() } else { self.engine.wake_ns() }
     }
 
     /// The timekeeper's work: expiries, writes nobody waited for, and telling those who poll.
@@ -186,10 +198,14 @@ impl Shared {
     }
 
     /// The writer's work: what would keep the reader from answering.
-    pub fn on_write(&self, first: bool) {
-        let now = clock::now();
-        self.engine.flush(now);
-        if !first && let Err(error) = self.engine.checkpoint() {
+    pub fn on_write(&self) {
+        if self.handed.swap(false, Ordering::SeqCst) {
+            self.engine.flush(clock::now());
+            self.timekeeper.need(self.next_ns());
+        }
+        if self.engine.take_checkpoint_due()
+            && let Err(error) = self.engine.checkpoint()
+        {
             tracing::warn!("checkpoint: {error}");
         }
         self.notify_polls();
@@ -210,6 +226,6 @@ impl Shared {
         if self.engine.is_urgent() {
             self.flush(now);
         }
-        self.timekeeper.need(self.engine.wake_ns());
+        self.timekeeper.need(self.next_ns());
     }
 }

@@ -101,7 +101,7 @@ impl LeaseFs {
             Ok(Some(node)) => match fs.attributes(node, now) {
                 Some(attr) => {
                     let keep = LeaseFs::ttl(node);
-                    reply.entry_with_ttls(&keep, &keep, &attr, Generation(0));
+                    reply.entry_with_ttls(&keep, &keep, &attr, fs.generation(node));
                 }
                 None => reply.error(Errno::ENOENT),
             },
@@ -113,6 +113,13 @@ impl LeaseFs {
             Some(key) => self.engine.when_settled(key, now, Box::new(answer)),
             None => answer(),
         }
+    }
+
+    /// Tells a namespace from the one of the same number that was removed before: the kernel keeps that one's inode for
+    /// as long as a file in it is open, and would take it for dead.
+    fn generation(&self, node: Node) -> Generation {
+        let Node::Namespace(_, id) = node else { return Generation(0) };
+        Generation(self.engine.look(|tree, _| tree.get(id).map_or(0, |namespace| namespace.row.made)))
     }
 
     pub(super) fn do_getattr(&self, req: &Request, ino: INodeNo, handle: Option<u64>, reply: ReplyAttr) {
@@ -223,8 +230,9 @@ impl LeaseFs {
         let done = move |result: Result<_, Error>| {
             let Some(reply) = answered.lock().take() else { return };
             let node = fs.lookup_node(Node::Namespace(Tree::Claims, parent), &path, now).ok().flatten();
+            let Some(Node::Namespace(_, made)) = node else { return reply.error(Errno::EIO) };
             match (result, node.and_then(|node| fs.attributes(node, now))) {
-                (Ok(_), Some(attr)) => reply.entry(&LONG, &attr, Generation(0)),
+                (Ok(_), Some(attr)) => reply.entry(&LONG, &attr, fs.generation(Node::Namespace(Tree::Claims, made))),
                 (Ok(_), None) => reply.error(Errno::EIO),
                 (Err(error), _) => reply.error(errno(&error)),
             }
@@ -237,7 +245,7 @@ impl LeaseFs {
         }
     }
 
-    pub(super) fn do_rmdir(&self, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    pub(super) fn do_rmdir(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let parent = match Node::of(parent) {
             Some(Node::Namespace(Tree::Claims, parent)) => parent,
             _ => return reply.error(Errno::EPERM),
@@ -249,7 +257,8 @@ impl LeaseFs {
                 finish(reply, result);
             }
         };
-        if let Err(error) = self.engine.rmdir(parent, name.as_bytes(), clock::now(), Box::new(done))
+        let who = self.credentials(req);
+        if let Err(error) = self.engine.rmdir(parent, name.as_bytes(), &who, clock::now(), Box::new(done))
             && let Some(reply) = slot.lock().take()
         {
             reply.error(errno(&error));

@@ -1,6 +1,5 @@
 //! `results/KEY/EPOCH`: a draft for each write handle, one commit, then only readers (§6).
 
-use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
@@ -46,8 +45,7 @@ impl LeaseFs {
         let done = move |result: Result<_, Error>| {
             let refused = match result {
                 Ok(_) => {
-                    let (writers, killed, flushed, committed) = (HashSet::new(), false, false, false);
-                    let draft = Draft { key, epoch, opener, file, writers, killed, flushed, committed };
+                    let draft = Draft::new(key, epoch, opener, file);
                     fs.open_handle(handle, Open::Draft(draft));
                     let node = Node::Result(key, epoch);
                     match fs.draft_attributes(node, handle.0) {
@@ -73,16 +71,25 @@ impl LeaseFs {
         if flags & libc::O_ACCMODE != libc::O_RDONLY || flags & libc::O_TRUNC != 0 {
             return reply.error(Errno::EPERM);
         }
-        match self.engine.results.read(key, epoch) {
-            Ok(file) => {
-                let handle = self.engine.new_handle();
-                self.open_handle(handle, Open::Result(Arc::new(file)));
-                // It never changes, so the kernel may keep what it read, and may map it.
-                reply.opened(FileHandle(handle.0), FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH);
+        let fs = self.clone();
+        let answer = move || {
+            // The registry decides whether there is a result, not whether there is a file.
+            let file = match fs.engine.result_of(key, epoch) {
+                Ok(Some(_)) => fs.engine.results.read(key, epoch).map_err(Error::from),
+                Ok(None) => Err(Error::NotFound),
+                Err(error) => Err(error),
+            };
+            match file {
+                Ok(file) => {
+                    let handle = fs.engine.new_handle();
+                    fs.open_handle(handle, Open::Result(Arc::new(file)));
+                    // It never changes, so the kernel may keep what it read, and may map it.
+                    reply.opened(FileHandle(handle.0), FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH);
+                }
+                Err(error) => reply.error(errno(&error)),
             }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => reply.error(Errno::ENOENT),
-            Err(error) => reply.error(errno(&Error::from(error))),
-        }
+        };
+        self.engine.when_settled(key, clock::now(), Box::new(answer));
     }
 
     pub(super) fn draft_attributes(&self, node: Node, handle: u64) -> Option<FileAttr> {
@@ -111,7 +118,7 @@ impl LeaseFs {
             _ => None,
         });
         let Some((key, file)) = open.flatten() else { return done(Err(Error::Denied)) };
-        // Nothing is decided between the check and the write: one thread reads requests.
+        // A deadline may pass between the check and the write; the commit asks again.
         let now = clock::now();
         let checked = self.engine.view(key, |entry, _| entry.state.check_draft(Handle(handle), now));
         let result = checked.unwrap_or(Err(Error::Stale));
@@ -145,9 +152,18 @@ impl LeaseFs {
             Ok(file.write_all_at(data, offset)?)
         };
         let length = u32::try_from(data.len()).unwrap_or(0);
+        let fs = self.clone();
         self.on_draft(handle, write, move |result| match result {
             Ok(()) => reply.written(length),
-            Err(error) => reply.error(errno(&error)),
+            Err(error) => {
+                // What is cut short is published by nobody's mere close.
+                fs.with_handle(handle, |open| {
+                    if let Open::Draft(draft) = open {
+                        draft.cut_short = true;
+                    }
+                });
+                reply.error(errno(&error));
+            }
         });
     }
 
@@ -216,15 +232,15 @@ impl LeaseFs {
         self.engine.submit(key, Input::Commit { handle: Handle(handle), size }, clock::now(), Box::new(committed));
     }
 
-    /// One copy of a write handle is closed. Where a signal killed the process that wrote, nothing is committed later.
+    /// One copy of a write handle is closed. Where a signal killed the process that opened it, or one that wrote to it,
+    /// nothing is committed later; one that merely inherited it does no harm.
     pub(super) fn flush_draft(&self, req: &Request, handle: u64, reply: ReplyEmpty) {
         let killed = process::is_killed(req.pid()).then(|| self.processes.identify(req.pid()).process.pid);
         self.with_handle(handle, |open| {
             if let Open::Draft(draft) = open {
                 draft.flushed = true;
-                // A draft nobody wrote to is its opener's.
-                let is_writer = |pid| draft.writers.is_empty() || draft.writers.contains(&pid);
-                draft.killed |= killed.is_some_and(is_writer);
+                let is_its_own = |pid| draft.opener.pid == pid || draft.writers.contains(&pid);
+                draft.killed |= killed.is_some_and(is_its_own);
             }
         });
         reply.ok();
@@ -240,6 +256,7 @@ impl LeaseFs {
         let reached_somebody = draft.flushed || !draft.writers.is_empty();
         if reached_somebody
             && !draft.killed
+            && !draft.cut_short
             && !draft.committed
             && let Ok(metadata) = draft.file.metadata()
         {
