@@ -45,7 +45,7 @@ struct Status<'a> {
 }
 
 /// The attempt that a reader is told about as the holder: none once its deadline has passed.
-fn holding<'a>(entry: &'a KeyEntry, now: Now) -> Option<&'a Attempt> {
+fn holding(entry: &KeyEntry, now: Now) -> Option<&Attempt> {
     entry.state.live().filter(|attempt| !attempt.is_due(now))
 }
 

@@ -8,6 +8,7 @@ mod copies;
 mod finished;
 mod forms;
 mod getlk;
+mod hostile;
 mod namespaces;
 mod opens;
 mod order;

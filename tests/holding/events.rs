@@ -189,3 +189,29 @@ fn a_reader_that_sleeps_holds_nobody_up() {
         }
     }
 }
+
+#[test]
+fn a_small_read_gets_the_line_in_pieces() {
+    let mount = Mount::new();
+    let output = mount.bash(
+        "exec 8<$M/.leasefs/events; (set -C; : >$M/claims/k); \
+         read -r first <&8; read -r second <&8; printf '%s\\n%s\\n' \"$first\" \"$second\"",
+    );
+    assert_ok(&output);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let events: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("a whole line")).collect();
+    assert_eq!((&events[0]["event"], &events[1]["event"]), (&json!("granted"), &json!("released")));
+}
+
+#[test]
+fn events_of_a_namespace_are_for_those_who_may_list_it() {
+    let mount = Mount::shared();
+    std::fs::create_dir(mount.claim("priv")).expect("mkdir");
+    crate::common::set_mode(&mount.claim("priv"), 0o700);
+    let other = Agent::user(12_001, 12_001, &[]);
+    let fd = other.open(&mount.root().join(".leasefs/events"), O_RDONLY | O_NONBLOCK).expect("events");
+    assert_ok(&mount.bash("(set -C; : >$M/claims/priv/secret); (set -C; : >$M/claims/open)"));
+    let text = other.call("os_read", json!([fd, 65_536])).expect("events of the open key");
+    let text = text.as_str().expect("text");
+    assert!(text.contains("\"open\"") && !text.contains("secret"), "{text}");
+}

@@ -229,3 +229,19 @@ for round in range(150):
     assert_eq!(published, Ok(json!([])), "rounds in which an empty result was published");
     assert_eq!(mount.state_of("k149"), "free");
 }
+
+#[test]
+fn a_killed_opener_publishes_nothing_of_what_its_children_wrote() {
+    let mount = Mount::new();
+    let script = Script::start(
+        &mount,
+        "set -C; exec 9>$M/claims/k; exec 8>$M/results/k/1; sh -c 'echo part 1' >&8; echo written; sleep 60",
+    );
+    assert_eq!(script.line().as_deref(), Some("written"));
+    script.signal(Signal::SIGKILL);
+    mount.wait_status("k", "free once the sleeping child is gone too, or while it is there reporting", |status| {
+        status["state"] == "reporting" || status["state"] == "free" || status["state"] == "held"
+    });
+    drop(script);
+    assert!(!mount.result("k", 1).exists(), "half a result is none");
+}

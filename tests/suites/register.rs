@@ -183,7 +183,7 @@ impl State {
     /// Whether an act changes nothing here, and never will again: what it ends, which did begin, has ended for good.
     pub fn is_over(&self, act: &Act) -> bool {
         match *act {
-            Act::Release { lease } => !(self.is(lease) && self.holder) && !self.sharers.contains(&lease),
+            Act::Release { lease } => !(self.sharers.contains(&lease) || self.is(lease) && self.holder),
             Act::Expire { lease } => !(self.is(lease) && self.registered),
             Act::DraftEnd { lease, .. } => !self.is(lease),
             _ => false,

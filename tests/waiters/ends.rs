@@ -235,3 +235,15 @@ fn a_waiter_killed_while_others_wait_leaves_their_order() {
     let said: Vec<Option<String>> = scripts.iter().map(Script::line).collect();
     assert_eq!(said, [Some("1 2".into()), None, Some("3 3".into()), Some("4 4".into()), None]);
 }
+
+#[test]
+fn a_waiter_with_many_groups_is_not_deaf() {
+    let mount = Mount::shared();
+    let (holder, fd) = held(&mount);
+    let groups: Vec<String> = (0..400).map(|n| (1_000_000_000 + n).to_string()).collect();
+    let start = Instant::now();
+    let command = format!("setpriv --groups {} timeout 1 flock $M/claims/k true", groups.join(","));
+    assert_eq!(mount.bash(&command).status.code(), Some(124));
+    assert!(start.elapsed() < Duration::from_secs(1) + SOON, "{:?}", start.elapsed());
+    assert_no_phantom(&mount, &holder, fd);
+}

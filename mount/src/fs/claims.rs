@@ -178,12 +178,11 @@ impl LeaseFs {
     fn owner(&self, number: u64, handle: Handle, process: Process) -> Owner {
         let mut owners = self.owners.lock();
         let known = owners.get(&number).filter(|known| known.process.is(process) || known.handles.contains(&handle));
-        let owner = match known {
-            Some(known) => known.owner,
-            None if owners.contains_key(&number) => Owner(self.engine.new_handle().0),
-            None => Owner(number),
+        let (owner, is_new) = match known {
+            Some(known) => (known.owner, false),
+            None => (Owner(self.engine.new_handle().0), true),
         };
-        if known.is_none() {
+        if is_new {
             owners.insert(number, KnownOwner { owner, process, handles: HashSet::new() });
         }
         if let Some(known) = owners.get_mut(&number) {
