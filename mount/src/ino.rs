@@ -28,14 +28,14 @@ pub enum Control {
     Metrics,
     /// What happens.
     Events,
-    /// Orders.
-    Control,
+    /// Orders, as `control`.
+    Orders,
 }
 
 impl Control {
     /// Every file, in the order they are listed.
     pub const ALL: [Control; 5] =
-        [Control::Version, Control::Config, Control::Metrics, Control::Events, Control::Control];
+        [Control::Version, Control::Config, Control::Metrics, Control::Events, Control::Orders];
 
     /// Its name.
     pub fn name(self) -> &'static str {
@@ -44,7 +44,7 @@ impl Control {
             Control::Config => "config",
             Control::Metrics => "metrics",
             Control::Events => "events",
-            Control::Control => "control",
+            Control::Orders => "control",
         }
     }
 }

@@ -66,12 +66,12 @@ impl LeaseFs {
 
     pub(super) fn open_control(&self, req: &Request, file: Control, flags: i32, reply: ReplyOpen) {
         let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-        if writes != (file == Control::Control) {
+        if writes != (file == Control::Orders) {
             return reply.error(Errno::EACCES);
         }
         let handle = self.engine.new_handle();
         let (open, flags) = match file {
-            Control::Control => (Open::Control, FopenFlags::empty()),
+            Control::Orders => (Open::Control, FopenFlags::empty()),
             Control::Events => {
                 let who = Credentials { groups: process::groups(req.pid()), ..self.credentials(req) };
                 let events = Open::Events { next: self.engine.next_event(), rest: Vec::new(), who };
@@ -117,7 +117,7 @@ impl LeaseFs {
             Control::Version => Some(format!("{}\n", self.settings.version)),
             Control::Config => serde_json::to_string(&self.settings).ok().map(|json| json + "\n"),
             Control::Metrics => Some(self.engine.metrics()),
-            Control::Events | Control::Control => None,
+            Control::Events | Control::Orders => None,
         };
         let text = if offset == 0 { fresh() } else { None };
         let piece = self.with_handle(handle, |open| match open {

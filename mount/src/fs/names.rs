@@ -143,7 +143,7 @@ impl LeaseFs {
         let fixed = |kind, perm| Some(attr(node, kind, perm, owner, self.root_gid(), 0, Times::default()));
         match node {
             Node::Root | Node::ControlDir => fixed(FileType::Directory, 0o755),
-            Node::Control(Control::Control) => fixed(FileType::RegularFile, 0o222),
+            Node::Control(Control::Orders) => fixed(FileType::RegularFile, 0o222),
             Node::Control(_) => fixed(FileType::RegularFile, 0o444),
             Node::Namespace(tree, id) => self.engine.look(|tree_of, _| {
                 let row = &tree_of.get(id).filter(|namespace| namespace.row.present)?.row;
@@ -191,7 +191,7 @@ impl LeaseFs {
             Some(node @ Node::Claim(key)) => self.change_claim(req, node, key, change, reply),
             Some(node @ Node::Result(..)) => self.change_result(node, change, reply),
             // `: > .leasefs/control` truncates before it writes.
-            Some(node @ Node::Control(Control::Control)) if change.size.is_some() => {
+            Some(node @ Node::Control(Control::Orders)) if change.size.is_some() => {
                 self.do_getattr(req, node.ino(), None, reply);
             }
             Some(_) => reply.error(Errno::EPERM),
