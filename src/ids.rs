@@ -44,8 +44,10 @@ number!(
 );
 
 impl Epoch {
-    /// The highest epoch an inode number has room for.
-    pub const MAX: Epoch = Epoch(u32::MAX as u64);
+    /// The highest epoch the registry has room for.
+    pub const MAX: Epoch = Epoch(i64::MAX as u64);
+    /// The highest epoch whose result an inode number has room for. A mutex goes on beyond it; results do not.
+    pub const MAX_WITH_RESULT: Epoch = Epoch(u32::MAX as u64);
 
     /// The epoch of the next attempt.
     #[must_use]

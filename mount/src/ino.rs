@@ -129,7 +129,7 @@ mod tests {
             }
             let key = KeyId(id);
             nodes.extend([Node::Claim(key), Node::Status(key), Node::ResultDir(key), Node::Latest(key)]);
-            nodes.extend([Epoch(1), Epoch::MAX].map(|epoch| Node::Result(key, epoch)));
+            nodes.extend([Epoch(1), Epoch::MAX_WITH_RESULT].map(|epoch| Node::Result(key, epoch)));
         }
         for (i, node) in nodes.iter().enumerate() {
             assert_eq!(Node::of(node.ino()), Some(*node));

@@ -344,7 +344,7 @@ pub fn finish<T>(reply: ReplyEmpty, result: Result<T, Error>) {
 pub fn parse_epoch(name: &[u8]) -> Option<Epoch> {
     let text = std::str::from_utf8(name).ok()?;
     let number: u64 = text.parse().ok()?;
-    (number.to_string() == text && number > 0 && number <= Epoch::MAX.0).then_some(Epoch(number))
+    (number.to_string() == text && number > 0 && number <= Epoch::MAX_WITH_RESULT.0).then_some(Epoch(number))
 }
 
 fn key_node(tree: Tree, key: KeyId) -> Node {

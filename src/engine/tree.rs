@@ -1,0 +1,191 @@
+//! The engine's tree: which key or namespace a name stands for, and making, changing and removing namespaces.
+
+use std::collections::HashMap;
+
+use super::{Engine, KeyEntry};
+use crate::batch::{Done, Settled};
+use crate::error::Error;
+use crate::ids::{KeyId, NamespaceId};
+use crate::key::Key;
+use crate::namespaces::{Credentials, Namespaces, Node};
+use crate::registry::NamespaceRow;
+use crate::time::Now;
+
+impl Engine {
+    /// What a name in a namespace stands for; removed namespaces stand for nothing.
+    ///
+    /// # Errors
+    /// [`Error::BadKey`] for a name §1 rules out.
+    pub fn child(&self, parent: NamespaceId, name: &[u8]) -> Result<Option<Node>, Error> {
+        let name = crate::key::part(name)?;
+        let inner = self.inner.lock();
+        Ok(inner.namespaces.child(parent, name).filter(|node| inner.is_present(*node)))
+    }
+
+    /// The number of a key that is about to be opened, given one on the first call for it. Each call is matched by an
+    /// [`Input::Close`] or by [`Engine::not_opened`].
+    ///
+    /// # Errors
+    /// [`Error::Exists`] where the path is a namespace, [`Error::BadKey`] for a path §1 rules out.
+    pub fn open_name(&self, parent: NamespaceId, name: &[u8], now: Now) -> Result<KeyId, Error> {
+        let mut inner = self.inner.lock();
+        let id = inner.intern(parent, name, now)?;
+        inner.opened(id);
+        self.publish_hints(&inner);
+        Ok(id)
+    }
+
+    /// As [`Engine::open_name`], for a key whose number is known.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`].
+    pub fn open_key(&self, key: KeyId) -> Result<(), Error> {
+        if self.inner.lock().opened(key) { Ok(()) } else { Err(Error::NotFound) }
+    }
+
+    /// Takes [`Engine::open_name`] back: the open was refused.
+    pub fn not_opened(&self, key: KeyId, now: Now) {
+        let mut inner = self.inner.lock();
+        inner.closed(key, now);
+        self.publish_hints(&inner);
+    }
+
+    /// The number of a key by its path.
+    pub fn find(&self, key: &Key) -> Option<KeyId> {
+        let inner = self.inner.lock();
+        let (above, name) = key.split();
+        match inner.namespaces.child(inner.namespaces.find(above)?, name)? {
+            Node::Key(id) => Some(id),
+            Node::Namespace(_) => None,
+        }
+    }
+
+    /// Looks at a key and the tree around it.
+    pub fn view<R>(&self, key: KeyId, look: impl FnOnce(&KeyEntry, &Namespaces) -> R) -> Option<R> {
+        let inner = self.inner.lock();
+        inner.keys.get(&key).map(|entry| look(entry, &inner.namespaces))
+    }
+
+    /// Looks at the tree of namespaces, and at keys by their number.
+    pub fn look<R>(&self, look: impl FnOnce(&Namespaces, &HashMap<KeyId, KeyEntry>) -> R) -> R {
+        let inner = self.inner.lock();
+        look(&inner.namespaces, &inner.keys)
+    }
+
+    /// Calls `then` when everything decided so far is recorded; at once where nothing is outstanding.
+    pub fn when_recorded(&self, then: Settled) {
+        let mut inner = self.inner.lock();
+        if inner.batch.is_empty() && inner.settled + 1 == inner.batch.number {
+            drop(inner);
+            return then();
+        }
+        inner.batch.urgent = true;
+        inner.batch.settled.push(then);
+        self.publish_hints(&inner);
+    }
+
+    /// Whether anybody asks for [`Engine::take_changed`]; until then nothing is kept for it.
+    pub fn set_watched(&self, watched: bool) {
+        let mut inner = self.inner.lock();
+        inner.watched = watched;
+        if !watched {
+            inner.changed.clear();
+        }
+    }
+
+    /// Calls `then` when everything decided about a key so far is recorded or taken back; at once if it is.
+    pub fn when_settled(&self, key: KeyId, now: Now, then: Settled) {
+        let mut inner = self.inner.lock();
+        if inner.keys.get(&key).is_none_or(|entry| entry.unsettled <= inner.settled) {
+            drop(inner);
+            return then();
+        }
+        inner.touch_batch(now);
+        inner.batch.urgent = true;
+        inner.batch.settled.push(then);
+        self.publish_hints(&inner);
+    }
+
+    // ---- namespaces ---------------------------------------------------------------------------------------------
+
+    /// Makes a namespace. `done` gets the row once it is recorded.
+    ///
+    /// # Errors
+    /// [`Error::Exists`] where the name is taken, also by a key that ever was; [`Error::BadKey`].
+    pub fn mkdir(
+        &self,
+        parent: NamespaceId,
+        name: &[u8],
+        mode: u32,
+        who: &Credentials,
+        now: Now,
+        done: Done,
+    ) -> Result<NamespaceId, Error> {
+        let mut inner = self.inner.lock();
+        let row = inner.namespaces.plan_mkdir(parent, name, mode, who, now.wall_ms * 1_000_000)?;
+        let id = row.id;
+        inner.set_namespace(row, now, done);
+        inner.touch_mtime(parent, now);
+        self.publish_hints(&inner);
+        Ok(id)
+    }
+
+    /// Removes a namespace; its keys keep their epochs.
+    ///
+    /// # Errors
+    /// [`Error::NotEmpty`] while a key in it is held or finished, or a namespace is in it; [`Error::NotPermitted`] for
+    /// anybody but root and the owners of it and of the namespace above, once there were keys in it;
+    /// [`Error::NotFound`].
+    pub fn rmdir(
+        &self,
+        parent: NamespaceId,
+        name: &[u8],
+        who: &Credentials,
+        now: Now,
+        done: Done,
+    ) -> Result<(), Error> {
+        let mut inner = self.inner.lock();
+        let Some(Node::Namespace(id)) = inner.namespaces.child(parent, crate::key::part(name)?) else {
+            return Err(Error::NotFound);
+        };
+        let busy = !inner.namespaces.is_empty(id) || inner.is_in_use(id);
+        let row = inner.namespaces.get(id).map(|namespace| namespace.row.clone()).ok_or(Error::NotFound)?;
+        if !row.present {
+            return Err(Error::NotFound);
+        }
+        if busy {
+            return Err(Error::NotEmpty);
+        }
+        // Whoever makes it again owns it, with the results of the keys that were in it.
+        let owner_above = inner.namespaces.get(parent).map(|above| above.row.uid);
+        let owns = who.uid == 0 || who.uid == row.uid || owner_above == Some(who.uid);
+        if inner.namespaces.has_children(id) && !owns {
+            return Err(Error::NotPermitted);
+        }
+        inner.removes = inner.batch.number;
+        inner.set_namespace(NamespaceRow { present: false, ttl_ms: None, ..row }, now, done);
+        inner.touch_mtime(parent, now);
+        self.publish_hints(&inner);
+        Ok(())
+    }
+
+    /// Changes a namespace's attributes.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`].
+    pub fn change_namespace(
+        &self,
+        id: NamespaceId,
+        now: Now,
+        change: impl FnOnce(&mut NamespaceRow),
+        done: Done,
+    ) -> Result<(), Error> {
+        let mut inner = self.inner.lock();
+        let mut row = inner.namespaces.get(id).map(|namespace| namespace.row.clone()).ok_or(Error::NotFound)?;
+        change(&mut row);
+        row.ctime_ns = now.wall_ms * 1_000_000;
+        inner.set_namespace(row, now, done);
+        self.publish_hints(&inner);
+        Ok(())
+    }
+}
