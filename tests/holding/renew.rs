@@ -94,3 +94,17 @@ fn a_lease_that_is_renewed_lasts_and_one_that_is_not_ends() {
     mount.wait_status("k", "expired", |status| status["outcome"] == "expired");
     assert_eq!(agent.write(fd, "one more"), Err(Errno::ESTALE));
 }
+
+#[test]
+fn futimens_renews_nothing_for_a_process_that_has_a_lost_handle_on_the_key() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let agent = Agent::new();
+    let lost = agent.create(&path).expect("free key");
+    assert!(mount.leasefs(&["evict", "k", "--epoch", "1"]).status.success());
+    let held = agent.create(&path).expect("free again");
+    let before = mount.status("k");
+    assert_eq!(agent.touch(lost), Err(Errno::ESTALE));
+    assert_eq!(mount.status("k"), before, "the later attempt is not renewed by the earlier one's handle");
+    agent.write(held, "still mine").expect("the later handle holds");
+}

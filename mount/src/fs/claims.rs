@@ -241,14 +241,17 @@ impl LeaseFs {
         self.expire(key, now);
         let fs = self.clone();
         let answer = move || {
-            let lost = fs.engine.view(key, |entry, _| entry.state.lost.contains(&Handle(handle)));
-            if lost != Some(false) {
+            // In one look: the lease may end, and another begin, between two.
+            let record = fs.engine.view(key, |entry, _| {
+                let lost = entry.state.lost.contains(&Handle(handle));
+                (!lost).then(|| view::record(entry, now))
+            });
+            let Some(record) = record.flatten() else {
                 fs.note_stale(key, now);
                 return reply.error(Errno::ESTALE);
-            }
-            let fresh = || fs.engine.view(key, |entry, _| view::record(entry, now));
+            };
             let piece = fs.with_handle(handle, |open| match open {
-                Open::Claim { snapshot, .. } => snapshot.read(offset, size, fresh),
+                Open::Claim { snapshot, .. } => snapshot.read(offset, size, || Some(record)),
                 _ => None,
             });
             match piece.flatten() {
@@ -345,12 +348,12 @@ impl LeaseFs {
         self.expire(key, now);
         let opened = self.handles_of(key, process);
         let found = self.engine.view(key, |entry, _| {
-            let held = entry.state.attempt.as_ref().filter(|a| a.held && a.claimant.includes(process));
-            if let Some(attempt) = held {
-                return Ok(attempt.handle);
+            // It may be meant for the handle that lost its lease, which must never renew what a later one holds.
+            if opened.iter().any(|handle| entry.state.lost.contains(handle)) {
+                return Err(Error::Stale);
             }
-            let lost = opened.iter().any(|handle| entry.state.lost.contains(handle));
-            Err(if lost { Error::Stale } else { Error::Denied })
+            let held = entry.state.attempt.as_ref().filter(|a| a.held && a.claimant.includes(process));
+            held.map(|attempt| attempt.handle).ok_or(Error::Denied)
         });
         found.unwrap_or(Err(Error::Stale))
     }
