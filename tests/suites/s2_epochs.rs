@@ -17,7 +17,7 @@ use crate::record::{Form, Op, Renewal};
 use crate::registry::{self, Books};
 use crate::s1_contested::{epochs_grow, make_namespace, no_overlap, run};
 use crate::settings::Settings;
-use crate::sys;
+use crate::sys::{self, Alarm};
 use crate::worker::{Held, Job, Role, Worker};
 use crate::{results, trace};
 
@@ -32,7 +32,12 @@ const SHARED_UID: u32 = FIRST_UID + PROCESSES as u32 - 2;
 
 /// A worker of S2.
 pub fn attempt(worker: &mut Worker) {
+    // The last key is its own.
+    let own = worker.job.keys.pop().expect("keys");
     while !worker.stopping() {
+        if worker.once_in(60) {
+            alone(worker, &own);
+        }
         let key = worker.any_key();
         let (form, wait) = *[
             (Form::Create, false),
@@ -63,6 +68,24 @@ pub fn attempt(worker: &mut Worker) {
             }
             None => worker.close(&key, held),
         }
+    }
+}
+
+/// Overstays on a key nobody else wants: nothing but the time ends the lease.
+fn alone(worker: &mut Worker, key: &str) {
+    let form = *[Form::Flock, Form::Ofd, Form::Posix].choose(&mut worker.rng).expect("not empty");
+    let Some(held) = worker.claim(key, form, false, 0) else {
+        worker.wrong(format!("{key}, which nobody else wants, was refused"));
+        return;
+    };
+    let ttl_ms = *[40, 80].choose(&mut worker.rng).expect("not empty");
+    if let Some(epoch) = worker.epoch(key, &held)
+        && worker.set_ttl(key, &held, ttl_ms).is_ok()
+    {
+        worker.claimed();
+        overstay(worker, key, held, epoch, ttl_ms);
+    } else {
+        worker.close(key, held);
     }
 }
 
@@ -105,8 +128,15 @@ fn live(worker: &mut Worker, key: &str, held: Held, epoch: u64) {
             sys::pause(pause_us);
             commit(worker, key, epoch, false);
         }
-        83..=84 => {
+        83 => {
             commit(worker, key, epoch, true);
+            worker.close(key, held);
+        }
+        84 => {
+            worker.note("is to be killed reporting");
+            let doom_us = worker.rng.random_range(1..1_000);
+            let _doom = Alarm::every(doom_us, libc::SIGKILL);
+            commit(worker, key, epoch, false);
             worker.close(key, held);
         }
         85..=89 if ttl_ms <= 300 => overstay(worker, key, held, epoch, ttl_ms),
@@ -221,7 +251,7 @@ fn s2_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
         let job = Job {
             role: Role::Attempt,
             root: mount.root(),
-            keys: (0..KEYS).map(|key| format!("{namespace}/k{key}")).collect(),
+            keys: (0..KEYS).chain([KEYS + slot]).map(|key| format!("{namespace}/k{key}")).collect(),
             log: logs.clone(),
             board: logs.clone(),
             seed: seed.wrapping_add(slot + 1),

@@ -181,13 +181,13 @@ pub fn interruptible() {
     assert_eq!(failed, 0, "SIGALRM can be handled");
 }
 
-/// Sends the thread that made it `SIGALRM`, again and again (the first may come before the call it is meant for), as long
+/// Sends the thread that made it a signal, again and again (the first may come before the call it is meant for), as long
 /// as the value lives. Not the process: another thread of it would take the signal, and the call would never know.
 pub struct Alarm(libc::timer_t);
 
 impl Alarm {
     /// The first comes after so many microseconds.
-    pub fn every(micros: u64) -> Alarm {
+    pub fn every(micros: u64, signal: i32) -> Alarm {
         let time = libc::timespec { tv_sec: (micros / 1_000_000) as i64, tv_nsec: (micros % 1_000_000 * 1_000) as i64 };
         let times = libc::itimerspec { it_interval: time, it_value: time };
         let mut timer = std::ptr::null_mut();
@@ -195,7 +195,7 @@ impl Alarm {
         let failed = unsafe {
             let mut event: libc::sigevent = std::mem::zeroed();
             event.sigev_notify = libc::SIGEV_THREAD_ID;
-            event.sigev_signo = libc::SIGALRM;
+            event.sigev_signo = signal;
             event.sigev_notify_thread_id = libc::gettid();
             libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer)
                 | libc::timer_settime(timer, 0, &times, std::ptr::null_mut())

@@ -196,7 +196,7 @@ impl Worker {
     /// Claims by locking a handle that is open already.
     pub fn lock(&mut self, key: &str, held: Held, wait: bool, alarm_us: u64) -> Option<Held> {
         let op = Op::Claim { form: held.form, wait };
-        let alarm = (wait && alarm_us > 0).then(|| Alarm::every(alarm_us));
+        let alarm = (wait && alarm_us > 0).then(|| Alarm::every(alarm_us, libc::SIGALRM));
         let answer = self.call(key, op, || lock(&held, wait));
         drop(alarm);
         answer.ok().map(|_| held)
