@@ -43,6 +43,25 @@ fn commit(mount: &Mount, key: &str, epoch: u64, bytes: &str) {
     std::fs::write(&path, bytes).unwrap_or_else(|e| panic!("commit {}: {e}", path.display()));
 }
 
+fn wait_free(mount: &Mount, key: &str) {
+    mount.wait_status(key, "free", |status| status["state"] == "free");
+}
+
+/// Gives the key `job` a past: released (1), evicted (2), completed (3) and released (4).
+fn live_through_every_outcome(mount: &Mount) {
+    drop(hold(mount, "job"));
+    wait_free(mount, "job");
+    let held = hold(mount, "job");
+    common::assert_ok(&mount.leasefs(&["evict", "job", "--epoch", "2", "--reason", "test"]));
+    drop(held);
+    let held = hold(mount, "job");
+    commit(mount, "job", 3, "four");
+    drop(held);
+    mount.wait_status("job", "finished", |status| status["state"] == "finished");
+    common::assert_ok(&mount.leasefs(&["run", "job", "--", "true"]));
+    wait_free(mount, "job");
+}
+
 /// Starts `leasefs` with the mount named in the environment.
 fn start(mount: &Mount, args: &[&str]) -> Background {
     let mut command = mount.command(LEASEFS);

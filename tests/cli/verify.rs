@@ -6,25 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use super::common::{LEASEFS, Mount, assert_ok, stdout};
-use super::{assert_refused, commit, hold, stderr};
+use super::{assert_refused, hold, live_through_every_outcome, stderr, wait_free};
 
 /// A mount on which `job` was released (1), evicted (2), completed (3) and released (4), and `other` released (1).
 fn used() -> Mount {
     let mount = Mount::new();
-    let free = |key: &str| mount.wait_status(key, "free", |status| status["state"] == "free");
-    for key in ["job", "other"] {
-        drop(hold(&mount, key));
-        free(key);
-    }
-    let held = hold(&mount, "job");
-    assert_ok(&mount.leasefs(&["evict", "job", "--epoch", "2", "--reason", "test"]));
-    drop(held);
-    let held = hold(&mount, "job");
-    commit(&mount, "job", 3, "four");
-    drop(held);
-    mount.wait_status("job", "finished", |status| status["state"] == "finished");
-    assert_ok(&mount.leasefs(&["run", "job", "--", "true"]));
-    free("job");
+    live_through_every_outcome(&mount);
+    drop(hold(&mount, "other"));
+    wait_free(&mount, "other");
     mount
 }
 

@@ -6,7 +6,7 @@ use std::io::Write;
 use serde_json::Value;
 
 use super::common::{Mount, assert_ok, set_mode, stdout};
-use super::{as_stranger, assert_refused, commit, hold, stderr};
+use super::{as_stranger, assert_refused, commit, hold, live_through_every_outcome, stderr};
 
 fn json_lines(text: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
@@ -115,17 +115,7 @@ fn a_key_that_never_was_has_no_status_and_no_history() {
 #[test]
 fn history_has_every_attempt_and_why_it_ended() {
     let mut mount = Mount::new();
-    drop(hold(&mount, "job"));
-    mount.wait_status("job", "free", |status| status["state"] == "free");
-    let held = hold(&mount, "job");
-    assert_ok(&mount.leasefs(&["evict", "job", "--epoch", "2", "--reason", "test"]));
-    drop(held);
-    let held = hold(&mount, "job");
-    commit(&mount, "job", 3, "four");
-    drop(held);
-    mount.wait_status("job", "finished", |status| status["state"] == "finished");
-    assert_ok(&mount.leasefs(&["run", "job", "--", "true"]));
-    mount.wait_status("job", "free", |status| status["state"] == "free");
+    live_through_every_outcome(&mount);
     let _held = hold(&mount, "job");
 
     let attempts = json_lines(&stdout(&mount.leasefs(&["history", "--json", "job"])));

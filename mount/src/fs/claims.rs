@@ -131,16 +131,22 @@ impl LeaseFs {
         self.engine.submit(key, Input::Close { handle, why }, now, Box::new(|result| finish(reply, result)));
     }
 
-    pub(super) fn lock(&self, req: &Request, request: &LockRequest, reply: ReplyEmpty) {
-        let now = clock::now();
+    /// The key that a lock request is about, and who opened its handle: only keys are locked, and only as a whole.
+    fn lockable(&self, request: &LockRequest) -> Result<(KeyId, Seen), Errno> {
         let open = self.with_handle(request.handle, |open| match open {
             Open::Claim { key, opener, .. } => Some((*key, opener.clone())),
             _ => None,
         });
-        let Some((key, opener)) = open.flatten() else { return reply.error(Errno::ENOLCK) };
-        if request.range != WHOLE_FILE {
-            return reply.error(Errno::EINVAL);
-        }
+        let claim = open.flatten().ok_or(Errno::ENOLCK)?;
+        if request.range == WHOLE_FILE { Ok(claim) } else { Err(Errno::EINVAL) }
+    }
+
+    pub(super) fn lock(&self, req: &Request, request: &LockRequest, reply: ReplyEmpty) {
+        let now = clock::now();
+        let (key, opener) = match self.lockable(request) {
+            Ok(claim) => claim,
+            Err(refused) => return reply.error(refused),
+        };
         let locker = self.processes.identify(req.pid());
         let handle = Handle(request.handle);
         let owner = self.owner(request.owner, handle, locker.process);
@@ -177,17 +183,14 @@ impl LeaseFs {
     /// and may stand for another one later: it counts for what it stood for only with the same handle or process.
     fn owner(&self, number: u64, handle: Handle, process: Process) -> Owner {
         let mut owners = self.owners.lock();
-        let known = owners.get(&number).filter(|known| known.process.is(process) || known.handles.contains(&handle));
-        let (owner, is_new) = match known {
-            Some(known) => (known.owner, false),
-            None => (Owner(self.engine.new_handle().0), true),
-        };
-        if is_new {
-            owners.insert(number, KnownOwner { owner, process, handles: HashSet::new() });
+        let stranger =
+            || KnownOwner { owner: Owner(self.engine.new_handle().0), process, handles: HashSet::from([handle]) };
+        let known = owners.entry(number).or_insert_with(stranger);
+        if !(known.process.is(process) || known.handles.contains(&handle)) {
+            *known = stranger();
         }
-        if let Some(known) = owners.get_mut(&number) {
-            known.handles.insert(handle);
-        }
+        known.handles.insert(handle);
+        let owner = known.owner;
         drop(owners);
         self.with_handle(handle.0, |open| {
             if let Open::Claim { owners, .. } = open {
@@ -211,14 +214,10 @@ impl LeaseFs {
     }
 
     pub(super) fn test_lock(&self, req: &Request, request: &LockRequest, reply: ReplyLock) {
-        let key = self.with_handle(request.handle, |open| match open {
-            Open::Claim { key, .. } => Some(*key),
-            _ => None,
-        });
-        let Some(key) = key.flatten() else { return reply.error(Errno::ENOLCK) };
-        if request.range != WHOLE_FILE {
-            return reply.error(Errno::EINVAL);
-        }
+        let (key, _) = match self.lockable(request) {
+            Ok(claim) => claim,
+            Err(refused) => return reply.error(refused),
+        };
         let handle = Handle(request.handle);
         let owner = self.owner(request.owner, handle, self.processes.identify(req.pid()).process);
         self.expire(key, clock::now());

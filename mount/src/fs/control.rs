@@ -161,13 +161,13 @@ impl LeaseFs {
             Err(error) => return reply.error(errno(&error.into())),
         };
         let uid = req.uid();
-        let anyone = uid == 0 || uid == self.settings.mount_owner;
+        let may_evict_all = uid == 0 || uid == self.settings.mount_owner;
         let Some(id) = self.engine.find(&key) else {
             // Whether there is such a key is not for everybody to know.
-            return reply.error(if anyone { Errno::ENOENT } else { Errno::EACCES });
+            return reply.error(if may_evict_all { Errno::ENOENT } else { Errno::EACCES });
         };
         let owns = self.engine.view(id, |entry, tree| tree.get(entry.namespace).is_some_and(|ns| ns.row.uid == uid));
-        if !anyone && owns != Some(true) {
+        if !may_evict_all && owns != Some(true) {
             return reply.error(Errno::EACCES);
         }
         let Seen { process, .. } = self.processes.identify(req.pid());

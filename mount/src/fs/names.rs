@@ -86,15 +86,19 @@ impl LeaseFs {
     pub(super) fn do_lookup(&self, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let now = clock::now();
         let Some(parent) = Node::of(parent) else { return reply.error(Errno::ENOENT) };
-        let key = match (parent, self.lookup_node(parent, name, now)) {
-            (_, Err(error)) => return reply.error(errno(&error)),
-            (Node::ResultDir(key), _) => Some(key),
-            (Node::Namespace(_, id), Ok(_)) => match self.engine.child(id, name.as_bytes()) {
+        let key = match parent {
+            Node::ResultDir(key) => Some(key),
+            Node::Namespace(_, id) => match self.engine.child(id, name.as_bytes()) {
                 Ok(Some(namespaces::Node::Key(key))) => Some(key),
-                _ => None,
+                Ok(_) => None,
+                Err(error) => return reply.error(errno(&error)),
             },
             _ => None,
         };
+        // An expiry may hand the key to somebody in line, which has to be recorded before it is shown.
+        if let Some(key) = key {
+            self.expire(key, now);
+        }
         let fs = self.clone();
         let name = name.to_owned();
         let answer = move || match fs.lookup_node(parent, &name, now) {
