@@ -10,7 +10,11 @@
 
 mod decide;
 mod settle;
+mod survivors;
 mod tree;
+
+pub use survivors::{Memory, Oblivious, Survivors};
+pub use tree::Asked;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -102,6 +106,26 @@ struct Inner {
     metrics: Metrics,
     changed: Vec<KeyId>,
     watched: bool,
+    memory: Box<dyn Memory>,
+}
+
+/// How an engine begins.
+pub struct Start<'a> {
+    /// Tells this boot from every other.
+    pub boot_id: &'a str,
+    /// When.
+    pub now: Now,
+    /// Keeps what a server that takes over has to know.
+    pub memory: Box<dyn Memory>,
+    /// What the last server left behind, where this one takes its connection over.
+    pub survivors: Option<Survivors>,
+}
+
+impl<'a> Start<'a> {
+    /// A start without a connection to take over, nor one to be taken over.
+    pub fn alone(boot_id: &'a str, now: Now) -> Start<'a> {
+        Start { boot_id, now, memory: Box::new(Oblivious), survivors: None }
+    }
 }
 
 /// Answers to give once the lock is free.
@@ -134,13 +158,12 @@ impl Engine {
         config: Config,
         mut registry: Box<dyn Registry>,
         results: Results,
-        boot_id: &str,
-        now: Now,
+        start: Start<'_>,
     ) -> Result<Engine, Error> {
-        let loaded = registry.load(boot_id, now)?;
+        let loaded = registry.load(start.boot_id, start.now)?;
         let generation = loaded.generation;
         let (reader, checkpointer) = (registry.reader()?, registry.checkpointer()?);
-        let mut inner = Inner::new(config, loaded, now);
+        let mut inner = Inner::new(config, loaded, start);
         let writes = std::mem::take(&mut inner.batch.writes);
         registry.commit(&writes, false)?;
         inner.batch = Batch::new(1);
@@ -166,6 +189,11 @@ impl Engine {
     /// A handle no other open file has or had.
     pub fn new_handle(&self) -> Handle {
         Handle(self.next_handle.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The number of this server among those that ever ran on the state directory.
+    pub fn generation(&self) -> u64 {
+        self.next_handle.load(Ordering::Relaxed) >> 40
     }
 
     /// A number for a request that may have to wait.

@@ -98,6 +98,11 @@ pub struct Events {
 }
 
 impl Events {
+    /// A ring that goes on from another of which only the number of the next event is left.
+    pub fn starting_at(next: u64) -> Events {
+        Events { ring: VecDeque::new(), next }
+    }
+
     /// Appends an event.
     pub fn push(&mut self, now: Now, kind: Kind, key: &Key, epoch: Epoch) {
         if self.ring.len() == CAPACITY {

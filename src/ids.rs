@@ -42,6 +42,11 @@ number!(
     /// A lock request that waits in line; unique within one server.
     WaiterId(u64)
 );
+number!(
+    /// A request of a client, by which it is recognised when it comes again to a server that was replaced in between.
+    /// Unique over all connections of a state directory; 0 is none.
+    RequestId(u64)
+);
 
 impl Epoch {
     /// The highest epoch the registry has room for.

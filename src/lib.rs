@@ -28,7 +28,7 @@ pub mod view;
 
 pub use engine::{Config, Engine};
 pub use error::Error;
-pub use ids::{Epoch, Handle, KeyId, NamespaceId, Owner, WaiterId};
+pub use ids::{Epoch, Handle, KeyId, NamespaceId, Owner, RequestId, WaiterId};
 pub use key::Key;
 pub use time::Now;
 pub use ttl::Ttl;

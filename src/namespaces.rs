@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::error::Error;
-use crate::ids::{KeyId, NamespaceId};
+use crate::ids::{KeyId, NamespaceId, RequestId};
 use crate::key;
 use crate::registry::NamespaceRow;
 use crate::ttl::Ttl;
@@ -249,6 +249,7 @@ impl Namespaces {
             mtime_ns: now_ns,
             ctime_ns: now_ns,
             ttl_ms: None,
+            request: RequestId(0),
         })
     }
 
@@ -300,6 +301,7 @@ mod tests {
             mtime_ns: 0,
             ctime_ns: 0,
             ttl_ms: None,
+            request: RequestId(0),
         }
     }
 

@@ -2,20 +2,22 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::{Config, Inner, KeyEntry, MAX_CLOSES, Ready};
+use super::{Config, Inner, KeyEntry, MAX_CLOSES, Ready, Start};
 use crate::batch::{Answer, Batch, Done, Logged, Note, Waiting};
 use crate::error::Error;
 use crate::events::{Events, Kind};
 use crate::ids::{Epoch, KeyId, NamespaceId};
 use crate::key::Key;
-use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step};
+use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Standing, Step};
 use crate::metrics::Metrics;
 use crate::namespaces::{Namespaces, Node};
 use crate::registry::{Loaded, NamespaceRow, Write};
 use crate::time::Now;
 
 impl Inner {
-    pub(super) fn new(config: Config, loaded: Loaded, now: Now) -> Inner {
+    pub(super) fn new(config: Config, loaded: Loaded, start: Start<'_>) -> Inner {
+        let Start { now, memory, survivors, .. } = start;
+        let mut survivors = survivors.unwrap_or_default();
         let defaults = [0o777, 0o700];
         let root_is_new = !loaded.namespaces.iter().any(|row| row.id == NamespaceId::ROOT);
         let root = config.root.clone();
@@ -33,10 +35,11 @@ impl Inner {
             removes: 0,
             retry_ns: None,
             commits: 0,
-            events: Events::default(),
+            events: Events::starting_at(survivors.next_event),
             metrics: Metrics::default(),
             changed: Vec::new(),
             watched: false,
+            memory,
         };
         let stored = inner.namespaces.get(NamespaceId::ROOT).map_or_else(|| root.clone(), |root| root.row.clone());
         // A mode nobody chose follows --allow-other.
@@ -57,42 +60,19 @@ impl Inner {
                 previous_outcome: known.previous_outcome,
                 finished: known.row.finished,
                 latest_result: known.latest_result,
+                last_request: known.last_request,
                 ..KeyState::default()
             };
-            inner.adopt(id, &mut state, now);
-            let entry = KeyEntry {
-                key: known.row.key,
-                namespace,
-                state,
-                unsettled: 0,
-                armed_ns: None,
-                counted: None,
-                opens: 0,
-            };
+            let left = survivors.take(id);
+            let opens = left.claims.len();
+            inner.adopt(id, &mut state, left, now);
+            let entry =
+                KeyEntry { key: known.row.key, namespace, state, unsettled: 0, armed_ns: None, counted: None, opens };
             inner.keys.insert(id, entry);
             inner.refresh(id);
+            inner.forget_unused(id, now);
         }
         inner
-    }
-
-    /// An attempt that was alive when the last server went: its connection is gone with it. The holder may still be
-    /// at work, so it stays held until its TTL, an eviction or a reboot (§5); a draft without its handle is dropped.
-    pub(super) fn adopt(&mut self, id: KeyId, state: &mut KeyState, now: Now) {
-        let Some(attempt) = state.attempt.as_mut().filter(|attempt| attempt.ended.is_none()) else { return };
-        state.changed_at = attempt.since;
-        if attempt.held {
-            attempt.orphaned = true;
-            return;
-        }
-        let outcome = if attempt.result.is_some() {
-            crate::machine::Outcome::Completed
-        } else {
-            crate::machine::Outcome::Released
-        };
-        attempt.outcome = Some(outcome);
-        attempt.ended = Some(now);
-        state.finished = attempt.result.is_some();
-        self.batch.writes.push(Write::End(id, Box::new(attempt.clone())));
     }
 
     pub(super) fn is_present(&self, node: Node) -> bool {
@@ -301,9 +281,17 @@ impl Inner {
 
     /// Takes over a step's effects: what to record, whom to answer, what to announce.
     pub(super) fn absorb(&mut self, id: KeyId, step: Step, now: Now, ready: &mut Ready) {
-        let Step { changes, grants, notices, .. } = step;
+        let Step { changes, grants, notices, standings, .. } = step;
         if !changes.is_empty() {
             self.touch_batch(now);
+        }
+        for standing in standings {
+            match standing {
+                Standing::Unshared(handle, owner) if !changes.is_empty() => {
+                    self.batch.unshared.push((id, handle, owner));
+                }
+                standing => self.memory.keep(id, &standing),
+            }
         }
         for change in changes {
             self.batch.durable |= change.is_durable();
@@ -317,6 +305,7 @@ impl Inner {
                 Change::Revived(attempt) => Write::Revive(id, attempt),
                 Change::Committed(attempt, draft) => Write::Commit(id, attempt, draft),
                 Change::Finished(finished) => Write::Finished(id, finished),
+                Change::Answered(request) => Write::Answered(id, request),
             });
         }
         let unsettled = self.is_unsettled(id);
@@ -382,6 +371,7 @@ impl Inner {
         let Some(entry) = self.keys.get(&id) else { return };
         self.metrics.count(kind);
         self.events.push(now, kind, &entry.key, epoch);
+        self.memory.next_event(self.events.next());
         if self.watched {
             self.changed.push(id);
         }

@@ -30,6 +30,9 @@ impl Inner {
                 self.metrics.commits += u64::from(!batch.writes.is_empty());
                 self.commits += 1;
                 self.retry_ns = None;
+                for (key, handle, owner) in batch.unshared {
+                    self.keep_unshared(key, handle, owner);
+                }
                 for Note { key, kind, epoch, now } in batch.notes {
                     self.announce(now, kind, key, epoch);
                 }
@@ -115,8 +118,9 @@ impl Inner {
                     if let Some(entry) = self.keys.get_mut(&id) {
                         // Whoever polls has seen that count, so it does not go back.
                         let changes = entry.state.changes + 1;
-                        entry.state = KeyState { changes, ..*state };
+                        let undone = std::mem::replace(&mut entry.state, KeyState { changes, ..*state });
                         entry.unsettled = 0;
+                        self.keep_again(id, &undone);
                     }
                     marks.insert(id, mark);
                 }

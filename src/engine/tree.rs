@@ -2,14 +2,25 @@
 
 use std::collections::HashMap;
 
-use super::{Engine, KeyEntry};
+use super::{Engine, Inner, KeyEntry};
 use crate::batch::{Done, Settled};
 use crate::error::Error;
-use crate::ids::{KeyId, NamespaceId};
+use crate::ids::{KeyId, NamespaceId, RequestId};
 use crate::key::Key;
+use crate::machine::Reply;
 use crate::namespaces::{Credentials, Namespaces, Node};
 use crate::registry::NamespaceRow;
 use crate::time::Now;
+
+/// Who asks for a change of the tree.
+pub struct Asked<'a> {
+    /// Who.
+    pub who: &'a Credentials,
+    /// Recognises the request when it comes again.
+    pub request: RequestId,
+    /// When.
+    pub now: Now,
+}
 
 impl Engine {
     /// What a name in a namespace stands for; removed namespaces stand for nothing.
@@ -108,65 +119,45 @@ impl Engine {
 
     // ---- namespaces ---------------------------------------------------------------------------------------------
 
-    /// Makes a namespace. `done` gets the row once it is recorded.
-    ///
-    /// # Errors
+    /// Makes a namespace. `done` is told once it is recorded, or else
     /// [`Error::Exists`] where the name is taken, also by a key that ever was; [`Error::BadKey`].
-    pub fn mkdir(
-        &self,
-        parent: NamespaceId,
-        name: &[u8],
-        mode: u32,
-        who: &Credentials,
-        now: Now,
-        done: Done,
-    ) -> Result<NamespaceId, Error> {
+    pub fn mkdir(&self, parent: NamespaceId, name: &[u8], mode: u32, asked: &Asked<'_>, done: Done) {
         let mut inner = self.inner.lock();
-        let row = inner.namespaces.plan_mkdir(parent, name, mode, who, now.wall_ms * 1_000_000)?;
-        let id = row.id;
+        let now = asked.now;
+        let planned = inner.namespaces.plan_mkdir(parent, name, mode, asked.who, now.wall_ms * 1_000_000);
+        let row = match planned {
+            Ok(row) => NamespaceRow { request: asked.request, ..row },
+            Err(error) => {
+                let made = inner.was_done_to(parent, name, true, asked.request);
+                drop(inner);
+                return done(if made { Ok(Reply::Done) } else { Err(error) });
+            }
+        };
         inner.set_namespace(row, now, done);
         inner.touch_mtime(parent, now);
         self.publish_hints(&inner);
-        Ok(id)
     }
 
-    /// Removes a namespace; its keys keep their epochs.
-    ///
-    /// # Errors
+    /// Removes a namespace; its keys keep their epochs. `done` is told once it is recorded, or else
     /// [`Error::NotEmpty`] while a key in it is held or finished, or a namespace is in it; [`Error::NotPermitted`] for
     /// anybody but root and the owners of it and of the namespace above, once there were keys in it;
     /// [`Error::NotFound`].
-    pub fn rmdir(
-        &self,
-        parent: NamespaceId,
-        name: &[u8],
-        who: &Credentials,
-        now: Now,
-        done: Done,
-    ) -> Result<(), Error> {
+    pub fn rmdir(&self, parent: NamespaceId, name: &[u8], asked: &Asked<'_>, done: Done) {
         let mut inner = self.inner.lock();
-        let Some(Node::Namespace(id)) = inner.namespaces.child(parent, crate::key::part(name)?) else {
-            return Err(Error::NotFound);
-        };
-        let busy = !inner.namespaces.is_empty(id) || inner.is_in_use(id);
-        let row = inner.namespaces.get(id).map(|namespace| namespace.row.clone()).ok_or(Error::NotFound)?;
-        if !row.present {
-            return Err(Error::NotFound);
+        match inner.plan_rmdir(parent, name, asked.who) {
+            Ok(row) => {
+                inner.removes = inner.batch.number;
+                let row = NamespaceRow { present: false, ttl_ms: None, request: asked.request, ..row };
+                inner.set_namespace(row, asked.now, done);
+                inner.touch_mtime(parent, asked.now);
+                self.publish_hints(&inner);
+            }
+            Err(error) => {
+                let removed = inner.was_done_to(parent, name, false, asked.request);
+                drop(inner);
+                done(if removed { Ok(Reply::Done) } else { Err(error) });
+            }
         }
-        if busy {
-            return Err(Error::NotEmpty);
-        }
-        // Whoever makes it again owns it, with the results of the keys that were in it.
-        let owner_above = inner.namespaces.get(parent).map(|above| above.row.uid);
-        let owns = who.uid == 0 || who.uid == row.uid || owner_above == Some(who.uid);
-        if inner.namespaces.has_children(id) && !owns {
-            return Err(Error::NotPermitted);
-        }
-        inner.removes = inner.batch.number;
-        inner.set_namespace(NamespaceRow { present: false, ttl_ms: None, ..row }, now, done);
-        inner.touch_mtime(parent, now);
-        self.publish_hints(&inner);
-        Ok(())
     }
 
     /// Changes a namespace's attributes.
@@ -187,5 +178,37 @@ impl Engine {
         inner.set_namespace(row, now, done);
         self.publish_hints(&inner);
         Ok(())
+    }
+}
+
+impl Inner {
+    /// Whether this very request made, or removed, the namespace of that name: it comes again, unanswered.
+    fn was_done_to(&self, parent: NamespaceId, name: &[u8], present: bool, request: RequestId) -> bool {
+        let Ok(name) = crate::key::part(name) else { return false };
+        let Some(Node::Namespace(id)) = self.namespaces.child(parent, name) else { return false };
+        let row = self.namespaces.get(id).map(|namespace| &namespace.row);
+        request != RequestId(0) && row.is_some_and(|row| row.present == present && row.request == request)
+    }
+
+    /// The row of a namespace that may be removed.
+    fn plan_rmdir(&self, parent: NamespaceId, name: &[u8], who: &Credentials) -> Result<NamespaceRow, Error> {
+        let Some(Node::Namespace(id)) = self.namespaces.child(parent, crate::key::part(name)?) else {
+            return Err(Error::NotFound);
+        };
+        let busy = !self.namespaces.is_empty(id) || self.is_in_use(id);
+        let row = self.namespaces.get(id).map(|namespace| namespace.row.clone()).ok_or(Error::NotFound)?;
+        if !row.present {
+            return Err(Error::NotFound);
+        }
+        if busy {
+            return Err(Error::NotEmpty);
+        }
+        // Whoever makes it again owns it, with the results of the keys that were in it.
+        let owner_above = self.namespaces.get(parent).map(|above| above.row.uid);
+        let owns = who.uid == 0 || who.uid == row.uid || owner_above == Some(who.uid);
+        if self.namespaces.has_children(id) && !owns {
+            return Err(Error::NotPermitted);
+        }
+        Ok(row)
     }
 }

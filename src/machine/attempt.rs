@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::ids::{Epoch, Handle, Owner};
+use crate::ids::{Epoch, Handle, Owner, RequestId};
 use crate::time::Now;
 use crate::ttl::Ttl;
 
@@ -39,8 +39,8 @@ pub struct Claimant {
     pub locker: Process,
     /// What the holder runs, for people.
     pub command: Arc<str>,
-    /// The kernel's number of the request, without the resend bit, by which it is recognised when it comes again.
-    pub unique: u64,
+    /// The request by which it was asked for.
+    pub request: RequestId,
 }
 
 impl Claimant {
@@ -113,6 +113,8 @@ pub struct ResultMeta {
     pub size: u64,
     /// When, in Unix milliseconds.
     pub committed_ms: i64,
+    /// The draft it was.
+    pub draft: Handle,
 }
 
 /// The newest attempt of a key.

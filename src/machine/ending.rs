@@ -4,7 +4,7 @@
 
 use super::attempt::{Outcome, Process, ResultMeta, Why};
 use super::state::KeyState;
-use super::{Change, Context, Effects, Notice, Reply};
+use super::{Change, Context, Effects, Notice, Reply, Standing};
 use crate::error::Error;
 use crate::ids::{Epoch, Handle};
 use crate::time::Now;
@@ -42,10 +42,11 @@ impl KeyState {
     /// Ends the live attempt against its holder's will: its handle is told `ESTALE` from now on.
     fn cut_off(&mut self, outcome: Outcome, why: Why, context: Context, fx: &mut Effects) {
         let Some(attempt) = &mut self.attempt else { return };
-        if attempt.held {
-            self.lost.insert(attempt.handle);
-        }
         let handle = attempt.handle;
+        if attempt.held {
+            self.lost.insert(handle);
+            fx.standings.push(Standing::Lost(handle));
+        }
         attempt.registered = false;
         attempt.why = Some(why);
         self.end(outcome, context, fx);
@@ -87,6 +88,7 @@ impl KeyState {
         attempt.orphaned = false;
         attempt.why = Some(why);
         self.lost.insert(handle);
+        fx.standings.push(Standing::Lost(handle));
         self.end_unless_kept(Outcome::Lost, context, fx);
         self.forsake(handle, context, fx);
         Ok(Reply::Done)
@@ -182,6 +184,11 @@ impl KeyState {
         if attempt.is_registered(now) { Ok(epoch) } else { Err(Error::Stale) }
     }
 
+    /// Whether this draft became the result of the newest attempt.
+    pub fn is_result(&self, draft: Handle) -> bool {
+        self.attempt.as_ref().and_then(|attempt| attempt.result).is_some_and(|result| result.draft == draft)
+    }
+
     pub(super) fn commit(
         &mut self,
         handle: Handle,
@@ -189,9 +196,13 @@ impl KeyState {
         context: Context,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
+        // Once more by the draft that became the result: what was asked for is so.
+        if self.is_result(handle) {
+            return Ok(Reply::Done);
+        }
         let epoch = self.check_draft(handle, context.now)?;
         let attempt = self.attempt.as_mut().ok_or(Error::Stale)?;
-        let result = ResultMeta { size, committed_ms: context.now.wall_ms };
+        let result = ResultMeta { size, committed_ms: context.now.wall_ms, draft: handle };
         attempt.result = Some(result);
         attempt.outcome = Some(Outcome::Completed);
         fx.notices.push(Notice::Completed(attempt.epoch));

@@ -2,7 +2,7 @@
 
 use super::attempt::{Claimant, Via};
 use super::state::KeyState;
-use super::{Context, Effects, Notice, Reply};
+use super::{Context, Effects, Notice, Reply, Standing};
 use crate::error::Error;
 use crate::ids::{Handle, Owner, WaiterId};
 
@@ -74,9 +74,14 @@ impl KeyState {
     }
 
     fn drop_shares(&mut self, which: impl Fn(&Share) -> bool, fx: &mut Effects) {
-        let before = self.sharers.len();
-        self.sharers.retain(|share| !which(share));
-        fx.notices.extend((self.sharers.len()..before).map(|_| Notice::Unshared));
+        self.sharers.retain(|share| {
+            let goes = which(share);
+            if goes {
+                fx.notices.push(Notice::Unshared);
+                fx.standings.push(Standing::Unshared(share.handle, share.owner));
+            }
+            !goes
+        });
     }
 
     /// One share for each owner on each handle, so that none ends with another's.
@@ -84,7 +89,9 @@ impl KeyState {
         if self.sharers.iter().any(|share| share.handle == waiter.handle && share.owner == waiter.owner) {
             return;
         }
-        self.sharers.push(Share { handle: waiter.handle, owner: waiter.owner, claimant: waiter.claimant });
+        let share = Share { handle: waiter.handle, owner: waiter.owner, claimant: waiter.claimant };
+        fx.standings.push(Standing::Shared(Box::new(share.clone())));
+        self.sharers.push(share);
         fx.notices.push(Notice::Shared);
     }
 

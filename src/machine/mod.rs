@@ -20,7 +20,7 @@ pub use line::{Mode, Share, Waiter};
 pub use state::{KeyState, State};
 
 use crate::error::Error;
-use crate::ids::{Epoch, Handle, Owner, WaiterId};
+use crate::ids::{Epoch, Handle, Owner, RequestId, WaiterId};
 use crate::time::Now;
 use crate::ttl::Ttl;
 
@@ -82,6 +82,8 @@ pub enum Input {
         may_forget: bool,
         /// The caller's uid.
         uid: u32,
+        /// Recognises it when it comes again.
+        request: RequestId,
     },
     /// `write`, `futimens` or relock on the holder handle (§4).
     Renew {
@@ -103,6 +105,8 @@ pub enum Input {
         epoch: Epoch,
         /// By whom and why.
         why: Why,
+        /// Recognises it when it comes again.
+        request: RequestId,
     },
     /// The connection was lost and the holder is proven dead, or the machine was rebooted (§5).
     Lose {
@@ -179,12 +183,14 @@ pub enum Change {
     Committed(Box<Attempt>, Handle),
     /// Whether the key counts as finished.
     Finished(bool),
+    /// The last request that must be recognised should it come again.
+    Answered(RequestId),
 }
 
 impl Change {
     /// Whether it can be taken back while nobody was told. The end of an attempt cannot: it has happened.
     pub fn is_refusable(&self) -> bool {
-        !matches!(self, Change::Ended(_))
+        !matches!(self, Change::Ended(_) | Change::Answered(_))
     }
 
     /// Whether it must survive a power cut before anyone is told (§3, §6).
@@ -214,6 +220,17 @@ pub enum Notice {
     Forgotten(Epoch),
 }
 
+/// What a handle is besides what the registry keeps of it: so that the next server knows, should this one be killed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// It lost its lease.
+    Lost(Handle),
+    /// It shares the key.
+    Shared(Box<Share>),
+    /// It does not share the key any more.
+    Unshared(Handle, Owner),
+}
+
 /// The answer to a waiter.
 pub type Grant = (WaiterId, Result<Reply, Error>);
 
@@ -228,6 +245,8 @@ pub struct Step {
     pub grants: Vec<Grant>,
     /// What others should hear of.
     pub notices: Vec<Notice>,
+    /// What handles have become.
+    pub standings: Vec<Standing>,
 }
 
 /// Effects gathered while an input is applied.
@@ -236,6 +255,7 @@ struct Effects {
     changes: Vec<Change>,
     grants: Vec<Grant>,
     notices: Vec<Notice>,
+    standings: Vec<Standing>,
 }
 
 impl KeyState {
@@ -260,10 +280,14 @@ impl KeyState {
             Input::Unlock { handle, owner } => self.unlock(handle, owner, context, &mut fx),
             Input::Cancel(waiter) => self.cancel(waiter, context, &mut fx),
             Input::Close { handle, why } => self.close(handle, why, context, &mut fx),
-            Input::Unlink { process, may_forget, uid } => self.unlink(process, may_forget, uid, context, &mut fx),
+            Input::Unlink { process, may_forget, uid, request } => {
+                self.once(request, &mut fx, |state, fx| state.unlink(process, may_forget, uid, context, fx))
+            }
             Input::Renew { handle, note } => self.renew_handle(handle, note, context, &mut fx),
             Input::SetTtl { uid, ttl } => self.set_ttl(uid, ttl, context, &mut fx),
-            Input::Evict { epoch, why } => self.evict(epoch, why, context, &mut fx),
+            Input::Evict { epoch, why, request } => {
+                self.once(request, &mut fx, |state, fx| state.evict(epoch, why, context, fx))
+            }
             Input::Lose { epoch, why } => self.lose(epoch, why, context, &mut fx),
             Input::OpenDraft { handle, epoch, uid } => self.open_draft(handle, epoch, uid, context, &mut fx),
             Input::Commit { handle, size } => self.commit(handle, size, context, &mut fx),
@@ -273,7 +297,24 @@ impl KeyState {
             self.changes += 1;
             self.changed_at = context.now;
         }
-        Step { reply, changes: fx.changes, grants: fx.grants, notices: fx.notices }
+        let Effects { changes, grants, notices, standings } = fx;
+        Step { reply, changes, grants, notices, standings }
+    }
+
+    /// Does what a request asks for unless it was done already: its answer may not have reached whoever asked.
+    fn once(
+        &mut self,
+        request: RequestId,
+        fx: &mut Effects,
+        what: impl FnOnce(&mut KeyState, &mut Effects) -> Result<Reply, Error>,
+    ) -> Result<Reply, Error> {
+        if request != RequestId(0) && request == self.last_request {
+            return Ok(Reply::Done);
+        }
+        let reply = what(self, fx)?;
+        self.last_request = request;
+        fx.changes.push(Change::Answered(request));
+        Ok(reply)
     }
 
     /// What those who poll the status are woken for: the state, whose it is, and the result that came.

@@ -7,7 +7,7 @@ use super::attempt::{Attempt, Claimant, Outcome, ResultMeta, Via};
 use super::line::{Share, Waiter};
 use super::{Change, Context, Effects, Notice, Reply};
 use crate::error::Error;
-use crate::ids::{Epoch, Handle, Owner};
+use crate::ids::{Epoch, Handle, Owner, RequestId};
 use crate::time::Now;
 use crate::ttl::Ttl;
 
@@ -67,6 +67,9 @@ pub struct KeyState {
     pub changes: u64,
     /// When the state last changed.
     pub changed_at: Now,
+    /// The last request that ended a lease, or made a finished key be forgotten, against a file name and not a handle:
+    /// asked again, it is answered again.
+    pub last_request: RequestId,
 }
 
 impl KeyState {
@@ -132,6 +135,10 @@ impl KeyState {
         context: Context,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
+        // Asked again, the answer is the same: this handle was given the lease, whatever became of it since.
+        if self.lost.contains(&handle) || self.attempt.as_ref().is_some_and(|attempt| attempt.handle == handle) {
+            return Ok(Reply::Done);
+        }
         let promised = !self.line.is_empty();
         if self.live().is_some() || !self.sharers.is_empty() || self.finished || promised {
             return Err(Error::Taken);

@@ -7,7 +7,7 @@ pub mod sqlite;
 mod sqlite_read;
 
 use crate::error::Error;
-use crate::ids::{Epoch, Handle, KeyId, NamespaceId};
+use crate::ids::{Epoch, Handle, KeyId, NamespaceId, RequestId};
 use crate::key::Key;
 use crate::machine::{Attempt, Outcome, ResultMeta};
 use crate::time::Now;
@@ -31,6 +31,8 @@ pub enum Write {
     Commit(KeyId, Box<Attempt>, Handle),
     /// Whether the key counts as finished.
     Finished(KeyId, bool),
+    /// The last request about a key that must be recognised should it come again.
+    Answered(KeyId, RequestId),
     /// A namespace as it is now.
     Namespace(NamespaceRow),
 }
@@ -46,6 +48,7 @@ impl Write {
             | Write::End(key, _)
             | Write::Revive(key, _)
             | Write::Commit(key, ..)
+            | Write::Answered(key, _)
             | Write::Finished(key, _) => Some(*key),
             Write::Namespace(_) => None,
         }
@@ -77,6 +80,8 @@ pub struct NamespaceRow {
     pub ctime_ns: i64,
     /// TTL of new leases below it, where it sets one.
     pub ttl_ms: Option<u64>,
+    /// The request that made or removed it.
+    pub request: RequestId,
 }
 
 /// A key as it is stored.
@@ -157,6 +162,8 @@ pub struct LoadedKey {
     pub previous_outcome: Option<Outcome>,
     /// The newest attempt that has a result.
     pub latest_result: Option<(Epoch, ResultMeta)>,
+    /// The last request about it that must be recognised should it come again.
+    pub last_request: RequestId,
 }
 
 /// A committed result, as far as the registry knows it.

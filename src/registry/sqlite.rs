@@ -15,7 +15,7 @@ pub use super::sqlite_read::Reader;
 use super::sqlite_read::{SqliteCheckpoint, SqliteRead};
 use super::{AttemptRow, Checkpoint, KeyRow, Loaded, LoadedKey, NamespaceRow, Read, Registry, Write};
 use crate::error::Error;
-use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner};
+use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner, RequestId};
 use crate::key::Key;
 use crate::machine::{Attempt, Claimant, Outcome, Process, ResultMeta, Via};
 use crate::time::Now;
@@ -26,7 +26,7 @@ pub const FILE: &str = "registry.db";
 /// `Leas`: tells the file from other SQLite databases.
 const APPLICATION_ID: i32 = 0x4c65_6173;
 /// Raised with every change of the schema.
-pub const SCHEMA_VERSION: i32 = 1;
+pub const SCHEMA_VERSION: i32 = 2;
 /// A claim changes two or three pages, each of which goes to the log whole: small ones make it a third cheaper than
 /// SQLite's default of 4096.
 const PAGE_BYTES: u32 = 1024;
@@ -39,28 +39,40 @@ CREATE TABLE namespaces(
     id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, present INTEGER NOT NULL, made INTEGER NOT NULL,
     mode INTEGER NOT NULL,
     uid INTEGER NOT NULL, gid INTEGER NOT NULL, atime_ns INTEGER NOT NULL, mtime_ns INTEGER NOT NULL,
-    ctime_ns INTEGER NOT NULL, ttl_ms INTEGER);
+    ctime_ns INTEGER NOT NULL, ttl_ms INTEGER, request INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE keys(
     id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, epoch INTEGER NOT NULL DEFAULT 0,
-    finished INTEGER NOT NULL DEFAULT 0, pruned INTEGER NOT NULL DEFAULT 0);
+    finished INTEGER NOT NULL DEFAULT 0, pruned INTEGER NOT NULL DEFAULT 0,
+    request INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE attempts(
     key_id INTEGER NOT NULL, epoch INTEGER NOT NULL,
     pid INTEGER NOT NULL, start_time INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,
     command TEXT NOT NULL, opener_pid INTEGER NOT NULL, opener_start INTEGER NOT NULL,
     locker_pid INTEGER NOT NULL, locker_start INTEGER NOT NULL,
     via TEXT NOT NULL, since_ms INTEGER NOT NULL, renewed_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL,
-    ttl_ms INTEGER NOT NULL, deadline_ns INTEGER NOT NULL, handle INTEGER NOT NULL, owner INTEGER,
-    req_unique INTEGER NOT NULL, note TEXT NOT NULL, held INTEGER NOT NULL, registered INTEGER NOT NULL,
+    ttl_ms INTEGER NOT NULL, deadline_ns INTEGER NOT NULL, handle INTEGER NOT NULL, owners BLOB NOT NULL,
+    request INTEGER NOT NULL, note TEXT NOT NULL, held INTEGER NOT NULL, registered INTEGER NOT NULL,
     outcome TEXT, reason TEXT, ended_ms INTEGER, result_size INTEGER, result_ms INTEGER,
+    result_draft INTEGER,
     PRIMARY KEY(key_id, epoch)) WITHOUT ROWID;
 CREATE INDEX committed ON attempts(key_id, epoch) WHERE result_ms IS NOT NULL;
+";
+
+/// From schema 1: no lease outlives the server of that version, so what it did not keep is nobody's.
+const MIGRATE_1: &str = "
+ALTER TABLE namespaces ADD COLUMN request INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE keys ADD COLUMN request INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE attempts DROP COLUMN owner;
+ALTER TABLE attempts ADD COLUMN owners BLOB NOT NULL DEFAULT x'';
+ALTER TABLE attempts RENAME COLUMN req_unique TO request;
+ALTER TABLE attempts ADD COLUMN result_draft INTEGER;
 ";
 
 /// The columns of an attempt, in the order [`attempt_row`] and [`attempt`] read them.
 pub(super) const ATTEMPT_COLUMNS: &str = "a.key_id, a.epoch, a.pid, a.start_time, a.uid, a.gid, a.command, a.via, \
      a.since_ms, a.renewed_ms, a.expires_ms, a.ttl_ms, a.note, a.outcome, a.reason, a.ended_ms, a.registered, \
      a.result_size, a.result_ms, a.opener_pid, a.opener_start, a.locker_pid, a.locker_start, a.deadline_ns, a.handle, \
-     a.owner, a.req_unique, a.held";
+     a.owners, a.request, a.held, a.result_draft";
 
 /// The writing connection.
 pub struct SqliteRegistry {
@@ -90,14 +102,15 @@ impl SqliteRegistry {
         check_version(&connection, &path)?;
         setup(&mut connection).map_err(|e| fault(&e))?;
         let version: i32 = pragma(&connection, "user_version")?;
-        if version == 0 {
-            let create = connection.transaction_with_behavior(TransactionBehavior::Immediate).and_then(|tx| {
-                tx.execute_batch(SCHEMA)?;
+        if version < SCHEMA_VERSION {
+            let steps = if version == 0 { SCHEMA } else { MIGRATE_1 };
+            let migrate = connection.transaction_with_behavior(TransactionBehavior::Immediate).and_then(|tx| {
+                tx.execute_batch(steps)?;
                 tx.pragma_update(None, "application_id", APPLICATION_ID)?;
                 tx.pragma_update(None, "user_version", SCHEMA_VERSION)?;
                 tx.commit()
             });
-            create.map_err(|e| fault(&e))?;
+            migrate.map_err(|e| fault(&e))?;
         }
         let problems = super::sqlite_read::problems(&connection, "quick_check").map_err(|e| fault(&e))?;
         if let Some(first) = problems.first() {
@@ -191,7 +204,7 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
         Write::Renew(id, a) => one_row(
             tx.prepare_cached(
                 "UPDATE attempts SET renewed_ms = ?3, expires_ms = ?4, deadline_ns = ?5, ttl_ms = ?6, note = ?7, \
-                 held = ?8, reason = ?9, handle = ?10 WHERE key_id = ?1 AND epoch = ?2 AND ended_ms IS NULL",
+                 held = ?8, reason = ?9, handle = ?10, owners = ?11 WHERE key_id = ?1 AND epoch = ?2 AND ended_ms IS NULL",
             )?
             .execute(params![
                 id.0,
@@ -203,7 +216,8 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
                 a.note,
                 a.held,
                 a.why,
-                a.handle.0
+                a.handle.0,
+                owners_bytes(&a.owners)
             ])?,
             "renew",
             *id,
@@ -237,21 +251,26 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
             a.epoch,
         ),
         Write::Commit(id, a, _) => {
-            let (size, at) = a.result.map_or((0, 0), |result| (result.size, result.committed_ms));
+            let result = a.result.unwrap_or(ResultMeta { size: 0, committed_ms: 0, draft: Handle(0) });
             let done = tx
                 .prepare_cached(
-                    "UPDATE attempts SET result_size = ?3, result_ms = ?4, outcome = 'completed' WHERE key_id = ?1 \
-                     AND epoch = ?2 AND result_ms IS NULL AND ended_ms IS NULL \
+                    "UPDATE attempts SET result_size = ?3, result_ms = ?4, result_draft = ?5, outcome = 'completed' \
+                     WHERE key_id = ?1 AND epoch = ?2 AND result_ms IS NULL AND ended_ms IS NULL \
                      AND epoch = (SELECT epoch FROM keys WHERE id = ?1)",
                 )?
-                .execute(params![id.0, a.epoch.0, size, at])?;
+                .execute(params![id.0, a.epoch.0, result.size, result.committed_ms, result.draft.0])?;
             one_row(done, "commit a result of", *id, a.epoch)
         }
         Write::Finished(id, finished) => set_finished(tx, *id, *finished),
+        Write::Answered(id, request) => {
+            let mut put = tx.prepare_cached("UPDATE keys SET request = ?2 WHERE id = ?1")?;
+            put.execute(params![id.0, bits(request.0)])?;
+            Ok(())
+        }
         Write::Namespace(row) => {
             let mut put = tx.prepare_cached(
                 "INSERT OR REPLACE INTO namespaces(id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, \
-                 ttl_ms, made) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+                 ttl_ms, made, request) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
             )?;
             put.execute(params![
                 row.id.0,
@@ -264,7 +283,8 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
                 row.mtime_ns,
                 row.ctime_ns,
                 row.ttl_ms,
-                row.made
+                row.made,
+                bits(row.request.0)
             ])?;
             Ok(())
         }
@@ -278,7 +298,7 @@ fn claim(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
     one_row(counted, "claim", id, a.epoch)?;
     let mut insert = tx.prepare_cached(
         "INSERT INTO attempts(key_id, epoch, pid, start_time, uid, gid, command, opener_pid, opener_start, locker_pid, \
-         locker_start, via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owner, req_unique, note, \
+         locker_start, via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owners, request, note, \
          held, registered) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, \
          ?19, ?20, ?21, ?22, ?23)",
     )?;
@@ -302,8 +322,8 @@ fn claim(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
         a.ttl.as_millis(),
         a.deadline_ns,
         a.handle.0,
-        a.owners.first().map(|owner| bits(owner.0)),
-        bits(who.unique),
+        owners_bytes(&a.owners),
+        bits(who.request.0),
         a.note,
         a.held,
         a.registered
@@ -323,6 +343,20 @@ fn one_row(rows: usize, what: &str, id: KeyId, epoch: Epoch) -> Result<(), Failu
     Err(Failure::Mismatch(format!(
         "the registry does not fit: cannot {what} attempt {epoch} of key {id}; run `leasefs verify`"
     )))
+}
+
+/// Lock owners as they are stored: eight bytes each, lowest first.
+fn owners_bytes(owners: &[Owner]) -> Vec<u8> {
+    owners.iter().flat_map(|owner| owner.0.to_le_bytes()).collect()
+}
+
+fn owners(bytes: &[u8]) -> Vec<Owner> {
+    let (numbers, _) = bytes.as_chunks::<8>();
+    numbers.iter().map(|number| Owner(u64::from_le_bytes(*number))).collect()
+}
+
+fn result_meta(size: u64, committed_ms: i64, draft: Option<u64>) -> ResultMeta {
+    ResultMeta { size, committed_ms, draft: Handle(draft.unwrap_or(0)) }
 }
 
 /// SQLite's integers are signed; the kernel's numbers use all 64 bits.
@@ -356,10 +390,10 @@ fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, 
         )?;
         tx.execute("UPDATE attempts SET registered = 0 WHERE registered = 1", [])?;
     }
-    tx.execute("DELETE FROM keys WHERE epoch = 0", [])?;
     let namespaces = tx
         .prepare(
-            "SELECT id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, ttl_ms, made FROM namespaces",
+            "SELECT id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, ttl_ms, made, request \
+             FROM namespaces",
         )?
         .query_map([], |row| {
             Ok(NamespaceRow {
@@ -374,31 +408,33 @@ fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, 
                 ctime_ns: row.get(8)?,
                 ttl_ms: row.get(9)?,
                 made: row.get(10)?,
+                request: RequestId(row.get::<_, i64>(11)?.cast_unsigned()),
             })
         })?
         .collect::<Result<Vec<_>, _>>()?;
     let sql = format!(
-        "SELECT {ATTEMPT_COLUMNS}, k.id, k.path, k.epoch, k.finished, k.pruned, p.outcome FROM keys k \
+        "SELECT {ATTEMPT_COLUMNS}, k.id, k.path, k.epoch, k.finished, k.pruned, p.outcome, k.request FROM keys k \
          LEFT JOIN attempts a ON a.key_id = k.id AND a.epoch = k.epoch \
          LEFT JOIN attempts p ON p.key_id = k.id AND p.epoch = k.epoch - 1 ORDER BY k.id"
     );
     let latest: HashMap<u64, (Epoch, ResultMeta)> = tx
         .prepare(
-            "SELECT key_id, max(epoch), result_size, result_ms FROM attempts WHERE result_ms IS NOT NULL GROUP BY key_id",
+            "SELECT key_id, max(epoch), result_size, result_ms, result_draft FROM attempts WHERE result_ms IS NOT NULL GROUP BY key_id",
         )?
         .query_map([], |row| {
-            Ok((row.get(0)?, (Epoch(row.get(1)?), ResultMeta { size: row.get(2)?, committed_ms: row.get(3)? })))
+            Ok((row.get(0)?, (Epoch(row.get(1)?), result_meta(row.get(2)?, row.get(3)?, row.get(4)?))))
         })?
         .collect::<Result<_, _>>()?;
     let keys = tx
         .prepare(&sql)?
         .query_map([], |row| {
-            let row_of_key = key_row(row, 28)?;
+            let row_of_key = key_row(row, 29)?;
             Ok(LoadedKey {
                 latest_result: latest.get(&row_of_key.id).copied(),
                 row: row_of_key,
                 attempt: row.get::<_, Option<u64>>(0)?.map(|_| attempt(row)).transpose()?,
-                previous_outcome: outcome(row.get(33)?),
+                previous_outcome: outcome(row.get(34)?),
+                last_request: RequestId(row.get::<_, i64>(35)?.cast_unsigned()),
             })
         })?
         .collect::<Result<Vec<_>, _>>()?;
@@ -464,10 +500,10 @@ fn attempt(row: &Row<'_>) -> Result<Attempt, rusqlite::Error> {
             opener: process(19)?,
             locker: process(21)?,
             command: Arc::from(stored.command.as_str()),
-            unique: row.get::<_, i64>(26)?.cast_unsigned(),
+            request: RequestId(row.get::<_, i64>(26)?.cast_unsigned()),
         },
         handle: Handle(row.get(24)?),
-        owners: row.get::<_, Option<i64>>(25)?.map(|owner| Owner(owner.cast_unsigned())).into_iter().collect(),
+        owners: owners(row.get_ref(25)?.as_blob()?),
         ttl: Ttl::from_millis(stored.ttl_ms).map_err(|e| bad_value(11, e.to_string()))?,
         since: at(stored.since_ms),
         renewed: at(stored.renewed_ms),
@@ -479,7 +515,10 @@ fn attempt(row: &Row<'_>) -> Result<Attempt, rusqlite::Error> {
         why: stored.reason.as_deref().map(Arc::from),
         outcome: outcome(stored.outcome.clone()),
         ended: stored.ended_ms.map(at),
-        result: stored.result.map(|(size, committed_ms)| ResultMeta { size, committed_ms }),
+        result: match stored.result {
+            Some((size, committed_ms)) => Some(result_meta(size, committed_ms, row.get(28)?)),
+            None => None,
+        },
     })
 }
 

@@ -4,7 +4,9 @@ use std::path::Path;
 
 use rusqlite::{Connection, OpenFlags, params};
 
-use super::sqlite::{ATTEMPT_COLUMNS, FILE, attempt_row, check_version, fault, key_row, reading_flags};
+use super::sqlite::{
+    ATTEMPT_COLUMNS, FILE, SCHEMA_VERSION, attempt_row, check_version, fault, key_row, pragma, reading_flags,
+};
 use super::{AttemptRow, Checkpoint, KeyRow, Read, StoredResult};
 use crate::error::Error;
 use crate::ids::{Epoch, KeyId};
@@ -90,6 +92,14 @@ impl Reader {
         let connection = Connection::open_with_flags(&path, reading_flags()).map_err(|e| fault(&e))?;
         connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
         check_version(&connection, &path)?;
+        let version = pragma(&connection, "user_version")?;
+        if version < SCHEMA_VERSION {
+            let path = path.display();
+            let message = format!(
+                "{path} was written by an older leasefs (schema {version}): mount it once, which brings it up to date"
+            );
+            return Err(Error::storage(None, message));
+        }
         Ok(Reader(connection))
     }
 

@@ -25,6 +25,8 @@ pub struct Attempt {
     orphaned: bool,
     registered: bool,
     pub result: Option<u64>,
+    /// The draft it was: asked to commit again, what is asked for is so.
+    result_of: Option<Handle>,
     pub outcome: Option<Outcome>,
 }
 
@@ -182,7 +184,7 @@ impl Contract {
                     self.give_back();
                 }
             }
-            Input::Unlink { process, may_forget, uid } => return self.unlink(*process, *may_forget, *uid),
+            Input::Unlink { process, may_forget, uid, .. } => return self.unlink(*process, *may_forget, *uid),
             Input::Renew { handle, .. } => {
                 if self.lost.contains(handle) {
                     return Err(Error::Stale);
@@ -214,10 +216,11 @@ impl Contract {
                 self.lose();
             }
             Input::OpenDraft { handle, epoch, uid } => return self.open_draft(*handle, *epoch, *uid),
+            Input::Commit { handle, .. } if self.attempt.as_ref().is_some_and(|a| a.result_of == Some(*handle)) => {}
             Input::Commit { handle, size } => {
                 self.accepts(*handle, self.now_ns)?;
                 if let Some(attempt) = &mut self.attempt {
-                    attempt.result = Some(*size);
+                    (attempt.result, attempt.result_of) = (Some(*size), Some(*handle));
                     attempt.outcome = Some(Outcome::Completed);
                 }
                 self.latest_result = Some(self.epoch);
@@ -335,6 +338,7 @@ impl Contract {
             orphaned: false,
             registered: true,
             result: None,
+            result_of: None,
             outcome: None,
         });
         Reply::Claimed(Epoch(self.epoch))

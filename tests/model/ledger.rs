@@ -50,6 +50,7 @@ impl Ledger {
                 self.finished = *finished;
                 return Ok(());
             }
+            Change::Answered(_) => return Ok(()),
             Change::Claimed(attempt) => {
                 if attempt.epoch.0 != self.epoch + 1 || self.rows.iter().any(|row| row.ended_ms.is_none()) {
                     return Err("no claim fits here");
@@ -66,7 +67,7 @@ impl Ledger {
             Change::Ended(a) => newest.ended_ms.is_none() && a.ended.is_some() && a.outcome.is_some(),
             Change::Revived(a) => newest.ended_ms.is_some() && newest.result.is_none() && a.ended.is_none(),
             Change::Committed(a, _) => newest.ended_ms.is_none() && newest.result.is_none() && a.result.is_some(),
-            Change::Claimed(_) | Change::Finished(_) => true,
+            Change::Claimed(_) | Change::Finished(_) | Change::Answered(_) => true,
         };
         if !fits {
             return Err("the attempt is not in the state for this");

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use leasefs::machine::{Claimant, Input, Mode, Process};
-use leasefs::{Epoch, Handle, Now, Owner, Ttl, WaiterId};
+use leasefs::{Epoch, Handle, Now, Owner, RequestId, Ttl, WaiterId};
 use proptest::prelude::*;
 
 /// Most files open on a key, and most drafts.
@@ -109,11 +109,11 @@ impl Players {
                 Input::Close { handle, why: Arc::from("closed") }
             }
             Act::Unlink { process, may_forget } => {
-                Input::Unlink { process: self::process(process), may_forget, uid: uid(process) }
+                Input::Unlink { process: self::process(process), may_forget, uid: uid(process), request: RequestId(0) }
             }
             Act::Renew { file: at } => Input::Renew { handle: file(at)?, note: None },
             Act::SetTtl { process, ttl } => Input::SetTtl { uid: uid(process), ttl },
-            Act::Evict { back: by } => Input::Evict { epoch: back(by), why },
+            Act::Evict { back: by } => Input::Evict { epoch: back(by), why, request: RequestId(0) },
             Act::Lose { back: by } => Input::Lose { epoch: back(by), why },
             Act::OpenDraft { process, back: by } => {
                 Input::OpenDraft { handle: numbers.handle(), epoch: back(by), uid: uid(process) }
@@ -168,7 +168,7 @@ pub fn claimant(opener: u8, locker: u8) -> Claimant {
         opener: process(opener),
         locker: process(locker),
         command: Arc::from("player"),
-        unique: 2,
+        request: RequestId(2),
     }
 }
 

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use leasefs::machine::{Input, Mode, Outcome, Reply, State};
 use leasefs::namespaces::Credentials;
-use leasefs::{Epoch, Error, Handle, Key, KeyId, NamespaceId, Now, Owner, WaiterId};
+use leasefs::{Epoch, Error, Handle, Key, KeyId, NamespaceId, Now, Owner, RequestId, WaiterId};
 use parking_lot::Mutex;
 
 use crate::players::{claimant, moment, process, uid};
-use crate::rig::{Fate, Rig, TTL_MS};
+use crate::rig::{Fate, Rig, TTL_MS, mkdir, rmdir};
 
 const START_NS: u64 = 1_000_000_000;
 
@@ -250,7 +250,7 @@ fn a_key_that_could_not_be_forgotten_is_finished() {
     desk.close(holder);
     desk.flush();
     assert_eq!(desk.state(), State::Finished);
-    let unlink = Input::Unlink { process: process(0), may_forget: true, uid: 0 };
+    let unlink = Input::Unlink { process: process(0), may_forget: true, uid: 0, request: RequestId(0) };
     let told = desk.ask(unlink.clone());
     desk.fail();
     assert_eq!(*told.lock(), [Err(disk_full())]);
@@ -354,13 +354,12 @@ fn a_name_is_forgotten_when_its_only_claim_was_refused() {
 #[test]
 fn names_below_a_namespace_that_could_not_be_made_stop_nothing() {
     let desk = Desk::new();
-    let (now, who) = (desk.now, Credentials::default());
-    let mkdir = || desk.rig.engine.mkdir(NamespaceId::ROOT, b"n", 0o777, &who, now, Box::new(|_| ())).expect("new");
-    let made = mkdir();
+    let now = desk.now;
+    let made = mkdir(&desk.rig.engine, b"n", now);
     let early = desk.rig.engine.open_name(made, b"x", now).expect("it looks as if it were there");
     desk.fail();
     assert_eq!(desk.rig.engine.child(NamespaceId::ROOT, b"n"), Ok(None));
-    let again = mkdir();
+    let again = mkdir(&desk.rig.engine, b"n", now);
     let late = desk.rig.engine.open_name(again, b"x", now).expect("a key");
     let told = desk.create(desk.open());
     desk.flush();
@@ -371,14 +370,14 @@ fn names_below_a_namespace_that_could_not_be_made_stop_nothing() {
 #[test]
 fn a_name_is_taken_until_the_removal_of_its_namespace_is_recorded() {
     let desk = Desk::new();
-    let (now, who, engine) = (desk.now, Credentials::default(), &desk.rig.engine);
-    let made = engine.mkdir(NamespaceId::ROOT, b"n", 0o777, &who, now, Box::new(|_| ())).expect("new");
+    let (now, engine) = (desk.now, &desk.rig.engine);
+    let made = mkdir(engine, b"n", now);
     desk.flush();
-    engine.rmdir(NamespaceId::ROOT, b"n", &who, now, Box::new(|_| ())).expect("empty");
+    rmdir(engine, b"n", now);
     assert_eq!(engine.open_name(NamespaceId::ROOT, b"n", now), Err(Error::Exists));
     desk.fail();
     assert_eq!(engine.child(NamespaceId::ROOT, b"n"), Ok(Some(leasefs::namespaces::Node::Namespace(made))));
-    engine.rmdir(NamespaceId::ROOT, b"n", &who, now, Box::new(|_| ())).expect("empty");
+    rmdir(engine, b"n", now);
     desk.flush();
     assert!(engine.open_name(NamespaceId::ROOT, b"n", now).is_ok());
 }

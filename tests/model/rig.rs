@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use leasefs::engine::Durability;
+use leasefs::engine::{Asked, Durability, Start};
 use leasefs::machine::Reply;
+use leasefs::namespaces::{Credentials, Node};
 use leasefs::registry::sqlite::{Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
 use leasefs::results::Results;
@@ -121,6 +122,7 @@ fn config() -> Config {
         mtime_ns: 0,
         ctime_ns: 0,
         ttl_ms: None,
+        request: leasefs::RequestId(0),
     };
     let (max_result, max_keys, max_waiters) = (1 << 20, 1_000, 1_000);
     Config { ttl: ttl(TTL_MS), durability: Durability::Full, max_result, max_keys, max_waiters, root }
@@ -129,7 +131,7 @@ fn config() -> Config {
 fn open(dir: &TempDir, orders: &Orders, boot_id: &str, now: Now) -> Arc<Engine> {
     let registry = FaultyRegistry(SqliteRegistry::open(dir.path()).expect("registry"), orders.clone());
     let results = Results::open(dir.path()).expect("results");
-    Arc::new(Engine::open(config(), Box::new(registry), results, boot_id, now).expect("engine"))
+    Arc::new(Engine::open(config(), Box::new(registry), results, Start::alone(boot_id, now)).expect("engine"))
 }
 
 impl Rig {
@@ -176,4 +178,26 @@ impl Rig {
     pub fn draft_files(&self) -> usize {
         std::fs::read_dir(self.dir.path().join("drafts")).map_or(0, Iterator::count)
     }
+}
+
+/// Root asks, by a request that never comes again.
+pub fn root_asks(who: &Credentials, now: Now) -> Asked<'_> {
+    Asked { who, request: leasefs::RequestId(0), now }
+}
+
+/// Makes a namespace in the root that must be new.
+pub fn mkdir(engine: &Engine, name: &[u8], now: Now) -> NamespaceId {
+    let who = Credentials::default();
+    engine.mkdir(NamespaceId::ROOT, name, 0o777, &root_asks(&who, now), Box::new(|_| ()));
+    match engine.child(NamespaceId::ROOT, name) {
+        Ok(Some(Node::Namespace(made))) => made,
+        other => panic!("no new namespace but {other:?}"),
+    }
+}
+
+/// Removes a namespace of the root that must be empty.
+pub fn rmdir(engine: &Engine, name: &[u8], now: Now) {
+    let who = Credentials::default();
+    engine.rmdir(NamespaceId::ROOT, name, &root_asks(&who, now), Box::new(|_| ()));
+    assert_eq!(engine.child(NamespaceId::ROOT, name), Ok(None));
 }

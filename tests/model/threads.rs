@@ -124,7 +124,12 @@ impl Table<'_> {
 
     fn round(&self, player: u8, dice: &mut Dice) {
         if dice.roll(6) == 0 {
-            let input = Input::Unlink { process: crate::players::process(0), may_forget: true, uid: 0 };
+            let input = Input::Unlink {
+                process: crate::players::process(0),
+                may_forget: true,
+                uid: 0,
+                request: leasefs::RequestId(0),
+            };
             let answered = self.ask(input);
             match &answered.told {
                 Ok(_) => self.note(&answered, Act::Forget),

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use crate::check;
 use crate::players::{claimant, moment};
-use crate::rig::{Fate, Rig};
+use crate::rig::{Fate, Rig, root_asks};
 
 /// Namespaces that are made and removed; the keys' names are among theirs.
 const DIRS: [&str; 3] = ["", "x", "x/y"];
@@ -93,12 +93,12 @@ fn take(rig: &Rig, told: &Arc<Mutex<Told>>, act: Act) {
         Act::Mkdir(dir, name) => {
             let Some(parent) = parent(dir).filter(|id| is_present(rig, *id)) else { return };
             let done = Box::new(acknowledge(join(dir, name), true));
-            let _ = engine.mkdir(parent, NAMES[name].as_bytes(), 0o777, &Credentials::default(), now, done);
+            engine.mkdir(parent, NAMES[name].as_bytes(), 0o777, &root_asks(&Credentials::default(), now), done);
         }
         Act::Rmdir(dir, name) => {
             let Some(parent) = parent(dir) else { return };
             let done = Box::new(acknowledge(join(dir, name), false));
-            let _ = engine.rmdir(parent, NAMES[name].as_bytes(), &Credentials::default(), now, done);
+            engine.rmdir(parent, NAMES[name].as_bytes(), &root_asks(&Credentials::default(), now), done);
         }
         Act::Open(dir, name) | Act::Create(dir, name) => {
             let Some(parent) = parent(dir) else { return };
@@ -193,7 +193,7 @@ fn play(turns: &[Turn]) -> Result<(), TestCaseError> {
     let well = Arc::new(Mutex::new(None));
     let (answer, who) = (Arc::clone(&well), Credentials::default());
     let done = Box::new(move |reply| *answer.lock() = Some(reply));
-    rig.engine.mkdir(NamespaceId::ROOT, b"fresh", 0o777, &who, now, done).expect("a fresh name");
+    rig.engine.mkdir(NamespaceId::ROOT, b"fresh", 0o777, &root_asks(&who, now), done);
     rig.engine.flush(now);
     let well = well.lock().clone();
     prop_assert_eq!(well, Some(Ok(Reply::Done)), "the registry takes nothing any more");
