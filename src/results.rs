@@ -19,7 +19,7 @@ pub struct Results {
 }
 
 impl Results {
-    /// Makes the two directories where they are missing, and drops the drafts of servers that are gone.
+    /// Makes the two directories where they are missing.
     ///
     /// # Errors
     /// Those of the filesystem.
@@ -28,10 +28,34 @@ impl Results {
         for dir in [&store.drafts, &store.results] {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         }
-        for draft in fs::read_dir(&store.drafts)? {
-            fs::remove_file(draft?.path())?;
-        }
         Ok(store)
+    }
+
+    /// Drops the drafts of servers that are gone, all but those that are still open. One that cannot be dropped costs
+    /// room, nothing else.
+    pub fn drop_drafts(&self, is_open: impl Fn(Handle) -> bool) {
+        for draft in fs::read_dir(&self.drafts).into_iter().flatten().flatten() {
+            let handle = draft.file_name().to_str().and_then(|name| u64::from_str_radix(name, 16).ok()).map(Handle);
+            if !handle.is_some_and(&is_open) {
+                let _ = fs::remove_file(draft.path());
+            }
+        }
+    }
+
+    /// Opens the draft that an earlier server made for a write handle. One that was on its way to become the result,
+    /// where the registry knows of none (`has_result` is false), is a draft again.
+    ///
+    /// # Errors
+    /// Those of the filesystem.
+    pub fn resume(&self, handle: Handle, key: KeyId, epoch: Epoch, has_result: bool) -> io::Result<File> {
+        let open = || OpenOptions::new().read(true).write(true).open(self.draft(handle));
+        match open() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && !has_result => {
+                self.unpublish(handle, key, epoch)?;
+                open()
+            }
+            other => other,
+        }
     }
 
     /// Makes the draft of a write handle, empty.

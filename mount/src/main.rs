@@ -7,6 +7,7 @@ mod fs;
 mod ino;
 mod kernel_mount;
 mod mountinfo;
+mod openfiles;
 mod process;
 mod server;
 mod timekeeper;

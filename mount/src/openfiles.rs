@@ -39,6 +39,9 @@ const SALT_WORD: usize = 3;
 /// The content of a slot; word 0 is its kind, never 0.
 pub type Words = [u64; WORDS];
 
+/// How something is found again: what kind of thing it is, and two numbers that tell it from others of its kind.
+pub type Name = (u64, u64, u64);
+
 /// A slot's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slot(u32);
@@ -47,8 +50,7 @@ pub struct Slot(u32);
 pub struct OpenFiles {
     base: NonNull<AtomicU64>,
     free: Mutex<Free>,
-    /// Slots by a number of their own, for those that have one: open files by handle.
-    index: Mutex<HashMap<(u64, u64), Slot>>,
+    index: Mutex<HashMap<Name, Slot>>,
 }
 
 struct Free {
@@ -103,7 +105,7 @@ impl OpenFiles {
     fn adopt(&self) {
         let high = u32::try_from(self.head(HIGH_WORD).load(Ordering::Acquire)).unwrap_or(0);
         let mut free = self.free.lock();
-        free.next = high.max(0) + 1;
+        free.next = high + 1;
         for number in 1..=high {
             if self.word(Slot(number), 0).load(Ordering::Acquire) == 0 {
                 free.slots.push(number);
@@ -142,10 +144,14 @@ impl OpenFiles {
         self.head(EVENT_WORD).store(number, Ordering::Release);
     }
 
-    /// Enters something; `None` when there is no room. `name` is how it is found again: see [`OpenFiles::find`].
-    pub fn insert(&self, name: u64, words: Words) -> Option<Slot> {
+    /// Enters something, in place of what has that name; `None` when there is no room.
+    pub fn insert(&self, name: Name, words: Words) -> Option<Slot> {
         debug_assert!(words[0] != 0);
-        let slot = {
+        let mut index = self.index.lock();
+        let slot = if let Some(slot) = index.get(&name) {
+            self.word(*slot, 0).store(0, Ordering::Release);
+            *slot
+        } else {
             let mut free = self.free.lock();
             match free.slots.pop() {
                 Some(number) => Slot(number),
@@ -162,23 +168,23 @@ impl OpenFiles {
             self.word(slot, at).store(*word, Ordering::Relaxed);
         }
         self.word(slot, 0).store(words[0], Ordering::Release);
-        self.index.lock().insert((words[0], name), slot);
+        index.insert(name, slot);
         Some(slot)
     }
 
-    /// The slot of this kind that was entered under a name.
-    pub fn find(&self, kind: u64, name: u64) -> Option<Slot> {
-        self.index.lock().get(&(kind, name)).copied()
+    /// The slot that was entered under a name.
+    pub fn find(&self, name: Name) -> Option<Slot> {
+        self.index.lock().get(&name).copied()
     }
 
     /// Gives a slot found by [`OpenFiles::all`] its name.
-    pub fn name(&self, kind: u64, name: u64, slot: Slot) {
-        self.index.lock().insert((kind, name), slot);
+    pub fn name(&self, name: Name, slot: Slot) {
+        self.index.lock().insert(name, slot);
     }
 
     /// Forgets what was entered under a name.
-    pub fn remove(&self, kind: u64, name: u64) {
-        let slot = self.index.lock().remove(&(kind, name));
+    pub fn remove(&self, name: Name) {
+        let slot = self.index.lock().remove(&name);
         if let Some(slot) = slot {
             self.free(slot);
         }
@@ -235,8 +241,8 @@ mod tests {
         let fd = memory();
         let first = OpenFiles::attach(&fd).expect("maps");
         assert_eq!(first.salt(7), 7);
-        let slots: Vec<Slot> = (1..=100).map(|n| first.insert(n, words(1 + n % 3, n)).expect("room")).collect();
-        first.remove(1 + 50 % 3, 50);
+        let slots: Vec<Slot> = (1..=100).map(|n| first.insert((1, n, 0), words(1 + n % 3, n)).expect("room")).collect();
+        first.remove((1, 50, 0));
         first.set(slots[9], 2, 77);
         first.keep_next_event(12);
         drop(first);
@@ -245,8 +251,8 @@ mod tests {
         assert_eq!((all.len(), second.salt(8), second.next_event()), (99, 7, 12));
         assert!(all.iter().all(|(_, words)| words[1] != 50));
         assert_eq!(all[9].1[2], 77);
-        assert_eq!(second.insert(5, words(9, 9)), Some(slots[49]), "what is free is used again");
-        assert_eq!(second.find(9, 5), Some(slots[49]));
+        assert_eq!(second.insert((9, 5, 0), words(9, 9)), Some(slots[49]), "what is free is used again");
+        assert_eq!(second.find((9, 5, 0)), Some(slots[49]));
     }
 
     #[test]

@@ -5,20 +5,23 @@ use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use fuser::{Session, SessionACL};
+use leasefs::engine::Start;
 use leasefs::registry::NamespaceRow;
 use leasefs::registry::sqlite::SqliteRegistry;
 use leasefs::results::Results;
-use leasefs::{Config, Engine, Error, NamespaceId, Ttl};
+use leasefs::{Config, Engine, Error, NamespaceId, RequestId, Ttl};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
 
-use crate::fs::{LeaseFs, Settings};
+use crate::fs::{Kept, LeaseFs, Settings, survivors};
 use crate::kernel_mount::{self, Options};
+use crate::openfiles::OpenFiles;
 use crate::{clock, mountinfo, timekeeper};
 
 /// How a tree is to be served.
@@ -68,7 +71,8 @@ pub fn serve(plan: &Plan, log_there: bool, ready: impl FnOnce()) -> Result<()> {
     if log_there {
         redirect_log(&state_dir)?;
     }
-    let engine = open_engine(plan, &state_dir)?;
+    let files = Arc::new(OpenFiles::alone()?);
+    let engine = open_engine(plan, &state_dir, &files, false)?;
     let settings = Settings {
         version: env!("CARGO_PKG_VERSION"),
         state_dir: state_dir.clone(),
@@ -78,6 +82,7 @@ pub fn serve(plan: &Plan, log_there: bool, ready: impl FnOnce()) -> Result<()> {
         max_keys: plan.max_keys,
         max_waiters: plan.max_waiters,
         allow_other: plan.options.allow_other,
+        resend: true,
         mount_owner: geteuid().as_raw(),
         pid: std::process::id(),
     };
@@ -86,7 +91,7 @@ pub fn serve(plan: &Plan, log_there: bool, ready: impl FnOnce()) -> Result<()> {
     signals.thread_block().context("signals")?;
     let connection = kernel_mount::connect(&mountpoint, &plan.options)?;
     let mounted = Unmount(mountpoint.clone());
-    let fs = LeaseFs::new(engine, settings, connection.as_fd().try_clone_to_owned()?)?;
+    let fs = LeaseFs::new(engine, settings, connection.as_fd().try_clone_to_owned()?, files)?;
     // The kernel lets in whom the mount options say; permissions inside are the tree's.
     let session = Session::from_fd(fs.clone(), connection, SessionACL::All, fuser::Config::default())
         .context("the kernel does not speak FUSE as it is needed here")?;
@@ -163,8 +168,8 @@ fn unmount_on_signal(mountpoint: &Path, signals: SigSet) {
     }
 }
 
-/// Opens the engine of a state directory.
-fn open_engine(plan: &Plan, state_dir: &Path) -> Result<Engine> {
+/// Opens the engine of a state directory; `takeover` where its last server's connection lives on.
+fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takeover: bool) -> Result<Engine> {
     let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
     let results = Results::open(state_dir).map_err(|error| explain(error.into()))?;
     let registry = SqliteRegistry::open(state_dir).map_err(explain)?;
@@ -188,10 +193,17 @@ fn open_engine(plan: &Plan, state_dir: &Path) -> Result<Engine> {
             mtime_ns: now_ns,
             ctime_ns: now_ns,
             ttl_ms: None,
+            request: RequestId(0),
         },
     };
     let boot_id = clock::boot_id().context("/proc is needed to tell one boot from another")?;
-    Engine::open(config, Box::new(registry), results, &boot_id, now).map_err(explain)
+    if !takeover {
+        results.drop_drafts(|_| false);
+    }
+    let memory = Box::new(Kept(Arc::clone(files)));
+    let survivors = takeover.then(|| survivors(files));
+    let start = Start { boot_id: &boot_id, now, memory, survivors };
+    Engine::open(config, Box::new(registry), results, start).map_err(explain)
 }
 
 /// A storage fault's own words, without the frame that the caller gives.

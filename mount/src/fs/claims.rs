@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use fuser::{
     Errno, FileHandle, FopenFlags, Generation, INodeNo, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty, ReplyLock,
-    ReplyOpen, ReplyWrite, Request,
+    ReplyOpen, ReplyWrite,
 };
 use leasefs::machine::{Claimant, Input, Mode, Process, Why};
 use leasefs::{Error, Handle, KeyId, NamespaceId, Now, Owner, Ttl, view};
 
-use super::LeaseFs;
 use super::handles::{Open, Snapshot};
 use super::names::{Change, NEVER, finish};
+use super::{Caller, LeaseFs};
 use crate::clock;
 use crate::errno::errno;
 use crate::ino::Node;
@@ -25,16 +25,14 @@ use crate::watcher::Wait;
 const MAX_NOTE: usize = 4096;
 /// A lock over the whole file, as the kernel asks for it.
 const WHOLE_FILE: (u64, u64) = (0, i64::MAX as u64);
-/// Marks a request the kernel sends again after the server was replaced.
-const RESEND: u64 = 1 << 63;
 /// The extended attribute that sets a TTL.
 pub const TTL_XATTR: &[u8] = b"user.lease.ttl";
 
 /// What the kernel's number of a lock owner stands for.
 pub struct KnownOwner {
-    owner: Owner,
-    process: Process,
-    handles: HashSet<Handle>,
+    pub owner: Owner,
+    pub process: Process,
+    pub handles: HashSet<Handle>,
 }
 
 /// A lock request, decoded.
@@ -51,7 +49,7 @@ fn claim_flags() -> FopenFlags {
 }
 
 impl LeaseFs {
-    fn claimant(&self, req: &Request, opener: &Seen, locker: &Seen) -> Claimant {
+    fn claimant(&self, req: &Caller, opener: &Seen, locker: &Seen) -> Claimant {
         // Whoever opened the handle keeps it; a flock(1) that locked it for its shell is gone a moment later.
         let by_other = !opener.process.is(locker.process) && self.processes.is_alive(opener.process);
         let shown = if by_other { opener } else { locker };
@@ -62,29 +60,20 @@ impl LeaseFs {
             opener: opener.process,
             locker: locker.process,
             command: shown.command.clone(),
-            unique: req.unique().0 & !RESEND,
+            request: req.request(),
         }
     }
 
-    pub(super) fn create_claim(
-        &self,
-        req: &Request,
-        parent: NamespaceId,
-        name: &OsStr,
-        flags: i32,
-        reply: ReplyCreate,
-    ) {
+    pub(super) fn create_claim(&self, req: &Caller, parent: NamespaceId, name: &OsStr, flags: i32, reply: ReplyCreate) {
         let now = clock::now();
-        let key = match self.engine.open_name(parent, name.as_bytes(), now) {
-            Ok(key) => key,
-            Err(error) => return reply.error(errno(&error)),
-        };
-        let handle = self.engine.new_handle();
         let seen = self.processes.identify(req.pid());
-        self.open_handle(
-            handle,
-            Open::Claim { key, opener: seen.clone(), snapshot: Snapshot::default(), owners: HashSet::new() },
-        );
+        let (key, handle) = match self.claim_given_to(req) {
+            Some(given) => given,
+            None => match self.engine.open_name(parent, name.as_bytes(), now) {
+                Ok(key) => (key, self.open_new_claim(req, key, seen.clone())),
+                Err(error) => return reply.error(errno(&error)),
+            },
+        };
         let fs = self.clone();
         let created = move |reply: ReplyCreate| match fs.attributes(Node::Claim(key), now) {
             Some(attr) => reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), claim_flags()),
@@ -100,6 +89,7 @@ impl LeaseFs {
             Ok(_) => created(reply),
             Err(error) => {
                 fs.handles.lock().remove(&handle.0);
+                fs.forget_kept(handle.0);
                 fs.engine.not_opened(key, now);
                 reply.error(errno(&error));
             }
@@ -107,13 +97,31 @@ impl LeaseFs {
         self.engine.submit(key, Input::Create { handle, claimant }, now, Box::new(done));
     }
 
-    pub(super) fn open_claim(&self, req: &Request, key: KeyId, reply: ReplyOpen) {
-        if let Err(error) = self.engine.open_key(key) {
-            return reply.error(errno(&error));
-        }
+    /// The key and handle that this very request was given before.
+    fn claim_given_to(&self, req: &Caller) -> Option<(KeyId, Handle)> {
+        let handle = self.handle_given_to(req)?;
+        let key = self.with_handle(handle, |open| match open {
+            Open::Claim { key, .. } => Some(*key),
+            _ => None,
+        });
+        Some((key.flatten()?, Handle(handle)))
+    }
+
+    fn open_new_claim(&self, req: &Caller, key: KeyId, opener: Seen) -> Handle {
         let handle = self.engine.new_handle();
-        let opener = self.processes.identify(req.pid());
-        self.open_handle(handle, Open::Claim { key, opener, snapshot: Snapshot::default(), owners: HashSet::new() });
+        let open = Open::Claim { key, opener, snapshot: Snapshot::default(), owners: HashSet::new() };
+        self.open_handle(req, handle, open);
+        handle
+    }
+
+    pub(super) fn open_claim(&self, req: &Caller, key: KeyId, reply: ReplyOpen) {
+        let handle = match self.claim_given_to(req) {
+            Some((_, given)) => given,
+            None => match self.engine.open_key(key) {
+                Ok(()) => self.open_new_claim(req, key, self.processes.identify(req.pid())),
+                Err(error) => return reply.error(errno(&error)),
+            },
+        };
         reply.opened(FileHandle(handle.0), claim_flags());
     }
 
@@ -128,7 +136,12 @@ impl LeaseFs {
             },
             None => Why::from("closed"),
         };
-        self.engine.submit(key, Input::Close { handle, why }, now, Box::new(|result| finish(reply, result)));
+        let fs = self.clone();
+        let done = move |result| {
+            fs.forget_kept(handle.0);
+            finish(reply, result);
+        };
+        self.engine.submit(key, Input::Close { handle, why }, now, Box::new(done));
     }
 
     /// The key that a lock request is about, and who opened its handle: only keys are locked, and only as a whole.
@@ -141,11 +154,20 @@ impl LeaseFs {
         if request.range == WHOLE_FILE { Ok(claim) } else { Err(Errno::EINVAL) }
     }
 
-    pub(super) fn lock(&self, req: &Request, request: &LockRequest, reply: ReplyEmpty) {
+    /// Answers a lock request, here or later.
+    pub fn lock(&self, req: &Caller, request: &LockRequest, answer: impl FnOnce(Result<(), Errno>) + Send + 'static) {
         let now = clock::now();
         let (key, opener) = match self.lockable(request) {
             Ok(claim) => claim,
-            Err(refused) => return reply.error(refused),
+            Err(refused) => return answer(Err(refused)),
+        };
+        if !self.settings.resend {
+            self.keep_lock(req, request, Node::Claim(key).ino().0);
+        }
+        let (fs, unique) = (self.clone(), req.unique());
+        let answer = move |result: Result<(), Errno>| {
+            answer(result);
+            fs.forget_lock(unique);
         };
         let locker = self.processes.identify(req.pid());
         let handle = Handle(request.handle);
@@ -155,14 +177,15 @@ impl LeaseFs {
             libc::F_RDLCK => Mode::Shared,
             _ => {
                 let input = Input::Unlock { handle, owner };
-                return self.engine.submit(key, input, now, Box::new(|result| finish(reply, result)));
+                let done = |result: Result<_, Error>| answer(result.map(drop).map_err(|error| errno(&error)));
+                return self.engine.submit(key, input, now, Box::new(done));
             }
         };
         let namespace_allows = self.engine.view(key, |entry, tree| {
             tree.get(entry.namespace).is_some_and(|namespace| self.allowed(req, namespace, 0o3))
         });
         if namespace_allows != Some(true) {
-            return reply.error(Errno::EACCES);
+            return answer(Err(Errno::EACCES));
         }
         let claimant = self.claimant(req, &opener, &locker);
         let wait = request.sleep.then(|| self.engine.new_waiter());
@@ -170,11 +193,11 @@ impl LeaseFs {
             self.watcher.add(Wait::Lock(waiter), req.pid());
         }
         let fs = self.clone();
-        let done = move |result| {
+        let done = move |result: Result<_, Error>| {
             if let Some(waiter) = wait {
                 fs.watcher.remove(Wait::Lock(waiter));
             }
-            finish(reply, result);
+            answer(result.map(drop).map_err(|error| errno(&error)));
         };
         self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
     }
@@ -183,13 +206,17 @@ impl LeaseFs {
     /// and may stand for another one later: it counts for what it stood for only with the same handle or process.
     fn owner(&self, number: u64, handle: Handle, process: Process) -> Owner {
         let mut owners = self.owners.lock();
-        let stranger =
-            || KnownOwner { owner: Owner(self.engine.new_handle().0), process, handles: HashSet::from([handle]) };
+        let stranger = || KnownOwner { owner: Owner(self.engine.new_handle().0), process, handles: HashSet::new() };
         let known = owners.entry(number).or_insert_with(stranger);
         if !(known.process.is(process) || known.handles.contains(&handle)) {
+            for handle in &known.handles {
+                self.forget_owner(number, *handle);
+            }
             *known = stranger();
         }
-        known.handles.insert(handle);
+        if known.handles.insert(handle) {
+            self.keep_owner(number, handle, known);
+        }
         let owner = known.owner;
         drop(owners);
         self.with_handle(handle.0, |open| {
@@ -204,6 +231,7 @@ impl LeaseFs {
     pub(super) fn forget_owners(&self, numbers: &HashSet<u64>, handle: Handle) {
         let mut owners = self.owners.lock();
         for number in numbers {
+            self.forget_owner(*number, handle);
             if let Some(known) = owners.get_mut(number) {
                 known.handles.remove(&handle);
                 if known.handles.is_empty() {
@@ -213,7 +241,7 @@ impl LeaseFs {
         }
     }
 
-    pub(super) fn test_lock(&self, req: &Request, request: &LockRequest, reply: ReplyLock) {
+    pub(super) fn test_lock(&self, req: &Caller, request: &LockRequest, reply: ReplyLock) {
         let (key, _) = match self.lockable(request) {
             Ok(claim) => claim,
             Err(refused) => return reply.error(refused),
@@ -302,7 +330,7 @@ impl LeaseFs {
         self.engine.submit(key, Input::Renew { handle, note: Some(note) }, now, Box::new(done));
     }
 
-    pub(super) fn unlink_claim(&self, req: &Request, parent: NamespaceId, name: &OsStr, reply: ReplyEmpty) {
+    pub(super) fn unlink_claim(&self, req: &Caller, parent: NamespaceId, name: &OsStr, reply: ReplyEmpty) {
         let key = match self.engine.child(parent, name.as_bytes()) {
             Ok(Some(leasefs::namespaces::Node::Key(key))) => key,
             Ok(Some(leasefs::namespaces::Node::Namespace(_))) => return reply.error(Errno::EISDIR),
@@ -313,13 +341,13 @@ impl LeaseFs {
         let uid = req.uid();
         let owns = |tree: &leasefs::namespaces::Namespaces| tree.get(parent).is_some_and(|ns| ns.row.uid == uid);
         let may_forget = uid == 0 || self.engine.look(|tree, _| owns(tree));
-        let input = Input::Unlink { process, may_forget, uid };
+        let input = Input::Unlink { process, may_forget, uid, request: req.request() };
         self.engine.submit(key, input, clock::now(), Box::new(|result| finish(reply, result)));
     }
 
     /// `futimens` renews; nothing else about a key's file can be set (§4). The kernel does not say by which handle
     /// times are set, so the process tells: it opened or locked the handle that holds the key.
-    pub(super) fn change_claim(&self, req: &Request, node: Node, key: KeyId, change: Change, reply: ReplyAttr) {
+    pub(super) fn change_claim(&self, req: &Caller, node: Node, key: KeyId, change: Change, reply: ReplyAttr) {
         let now = clock::now();
         if change.mode.is_some() || change.uid.is_some() || change.gid.is_some() {
             return reply.error(Errno::EPERM);
@@ -342,7 +370,7 @@ impl LeaseFs {
         self.engine.submit(key, Input::Renew { handle, note: None }, now, Box::new(done));
     }
 
-    fn handle_of_caller(&self, req: &Request, key: KeyId, now: Now) -> Result<Handle, Error> {
+    fn handle_of_caller(&self, req: &Caller, key: KeyId, now: Now) -> Result<Handle, Error> {
         let process = self.processes.identify(req.pid()).process;
         self.expire(key, now);
         let opened = self.handles_of(key, process);
@@ -357,7 +385,7 @@ impl LeaseFs {
         found.unwrap_or(Err(Error::Stale))
     }
 
-    pub(super) fn set_claim_ttl(&self, req: &Request, key: KeyId, ttl: Ttl, reply: ReplyEmpty) {
+    pub(super) fn set_claim_ttl(&self, req: &Caller, key: KeyId, ttl: Ttl, reply: ReplyEmpty) {
         let input = Input::SetTtl { uid: req.uid(), ttl };
         self.engine.submit(key, input, clock::now(), Box::new(|result| finish(reply, result)));
     }

@@ -2,16 +2,14 @@
 
 use std::collections::HashMap;
 
-use fuser::{
-    Errno, FileHandle, FopenFlags, PollEvents, PollNotifier, ReplyData, ReplyOpen, ReplyPoll, ReplyWrite, Request,
-};
+use fuser::{Errno, FileHandle, FopenFlags, PollEvents, PollNotifier, ReplyData, ReplyOpen, ReplyPoll, ReplyWrite};
 use leasefs::machine::{Input, Why};
 use leasefs::namespaces::Credentials;
 use leasefs::{Epoch, Error, Handle, Key, KeyId, view};
 use serde::Deserialize;
 
 use super::handles::{Open, Snapshot};
-use super::{LeaseFs, Shared};
+use super::{Caller, LeaseFs, Shared};
 use crate::clock;
 use crate::errno::errno;
 use crate::ino::Control;
@@ -52,24 +50,24 @@ enum Order {
 }
 
 impl LeaseFs {
-    pub(super) fn open_status(&self, key: KeyId, flags: i32, reply: ReplyOpen) {
+    pub(super) fn open_status(&self, req: &Caller, key: KeyId, flags: i32, reply: ReplyOpen) {
         if flags & libc::O_ACCMODE != libc::O_RDONLY {
             return reply.error(Errno::EACCES);
         }
         let Some(seen) = self.engine.view(key, |entry, _| entry.state.changes) else {
             return reply.error(Errno::ENOENT);
         };
-        let handle = self.engine.new_handle();
-        self.open_handle(handle, Open::Status { key, seen, snapshot: Snapshot::default() });
+        let handle = self.handle_for(req);
+        self.open_handle(req, handle, Open::Status { key, seen, snapshot: Snapshot::default() });
         reply.opened(FileHandle(handle.0), FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_NOFLUSH);
     }
 
-    pub(super) fn open_control(&self, req: &Request, file: Control, flags: i32, reply: ReplyOpen) {
+    pub(super) fn open_control(&self, req: &Caller, file: Control, flags: i32, reply: ReplyOpen) {
         let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
         if writes != (file == Control::Orders) {
             return reply.error(Errno::EACCES);
         }
-        let handle = self.engine.new_handle();
+        let handle = self.handle_for(req);
         let (open, flags) = match file {
             Control::Orders => (Open::Control, FopenFlags::empty()),
             Control::Events => {
@@ -79,7 +77,7 @@ impl LeaseFs {
             }
             text => (Open::Text(text, Snapshot::default()), FopenFlags::empty()),
         };
-        self.open_handle(handle, open);
+        self.open_handle(req, handle, open);
         let flags = flags | FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_NOFLUSH;
         reply.opened(FileHandle(handle.0), flags);
     }
@@ -130,8 +128,15 @@ impl LeaseFs {
         }
     }
 
-    pub(super) fn read_events(&self, req: &Request, handle: u64, size: u32, nonblock: bool, reply: ReplyData) {
+    pub(super) fn read_events(&self, req: &Caller, handle: u64, size: u32, nonblock: bool, reply: ReplyData) {
         let size = size as usize;
+        self.with_handle(handle, |open| {
+            if let Open::Events { next, rest, .. } = open
+                && rest.is_empty()
+            {
+                *next = self.started_from(req, handle, *next);
+            }
+        });
         let (bytes, next) = self.take_events(handle, size);
         if !bytes.is_empty() {
             return reply.data(&bytes);
@@ -151,7 +156,7 @@ impl LeaseFs {
         self.answer_events();
     }
 
-    pub(super) fn order(&self, req: &Request, data: &[u8], reply: ReplyWrite) {
+    pub(super) fn order(&self, req: &Caller, data: &[u8], reply: ReplyWrite) {
         let now = clock::now();
         let Ok(Order::Evict { key, epoch, reason }) = serde_json::from_slice(data) else {
             return reply.error(Errno::EINVAL);
@@ -178,7 +183,12 @@ impl LeaseFs {
             Ok(_) => reply.written(length),
             Err(error) => reply.error(errno(&error)),
         };
-        self.engine.submit(id, Input::Evict { epoch: Epoch(epoch), why: Why::from(why) }, now, Box::new(done));
+        self.engine.submit(
+            id,
+            Input::Evict { epoch: Epoch(epoch), why: Why::from(why), request: req.request() },
+            now,
+            Box::new(done),
+        );
     }
 
     pub(super) fn do_poll(&self, handle: u64, notifier: PollNotifier, wants_notice: bool, reply: ReplyPoll) {
@@ -197,6 +207,7 @@ impl LeaseFs {
         });
         // Entered before it is looked at, so that a change in between is not missed.
         if wants_notice {
+            self.keep_poll(handle, notifier.handle().0);
             let mut polls = self.polls.lock();
             match what {
                 Some(What::Claim(key) | What::Status(key, _)) => {
@@ -254,6 +265,7 @@ impl Shared {
             if rest.is_empty() {
                 let (text, after) = self.engine.events(*next, size, who);
                 (*rest, *next) = (text.into_bytes(), after);
+                self.keep_position(handle, after);
             }
             let later = rest.split_off(size.min(rest.len()));
             Some((std::mem::replace(rest, later), *next))
@@ -294,18 +306,19 @@ impl Shared {
             return;
         }
         let mut polls = self.polls.lock();
-        let keys = changed.iter().filter_map(|key| polls.keys.remove(key)).flat_map(HashMap::into_values);
-        let mut due: Vec<PollNotifier> = keys.collect();
-        due.extend(polls.events.drain().map(|(_, notifier)| notifier));
+        let keys = changed.iter().filter_map(|key| polls.keys.remove(key)).flatten();
+        let mut due: Vec<(u64, PollNotifier)> = keys.collect();
+        due.extend(polls.events.drain());
         // With both locks held, or it would be taken from somebody who just began to wait.
         let parked = self.parked.lock();
         if polls.keys.is_empty() && parked.readers.is_empty() {
             self.engine.set_watched(false);
         }
         drop((polls, parked));
-        for notifier in due {
+        for (handle, notifier) in due {
             // A poller that is gone is no error.
             let _ = notifier.notify();
+            self.forget_poll(handle);
         }
     }
 
@@ -313,6 +326,7 @@ impl Shared {
     pub(super) fn forget_polls(&self, handle: u64) {
         let mut polls = self.polls.lock();
         polls.events.remove(&handle);
+        self.forget_poll(handle);
         polls.keys.retain(|_, handles| {
             handles.remove(&handle);
             !handles.is_empty()

@@ -13,15 +13,15 @@ use fuser::{
 use leasefs::registry::NamespaceRow;
 use leasefs::{Error, KeyId, Ttl};
 
-use super::LeaseFs;
 use super::claims::{LockRequest, TTL_XATTR};
 use super::handles::Open;
 use super::names::{Change, finish};
+use super::{Caller, LeaseFs};
 use crate::clock;
 use crate::ino::{Control, Node, Tree};
 
 /// Most bytes in one write request.
-const MAX_WRITE: u32 = 1 << 20;
+const MAX_WRITE: u32 = 1 << 17;
 
 /// What an open handle is, without the lock on the table.
 enum Kind {
@@ -38,7 +38,7 @@ impl LeaseFs {
         self.with_handle(handle.0, |open| match open {
             Open::Claim { key, .. } => Kind::Claim(*key),
             Open::Status { key, .. } => Kind::Status(*key),
-            Open::Draft(_) | Open::Result(_) => Kind::Bytes,
+            Open::Draft(_) | Open::Result(..) => Kind::Bytes,
             Open::Text(file, _) => Kind::Text(*file),
             Open::Events { .. } => Kind::Events,
             Open::Control => Kind::Control,
@@ -57,7 +57,7 @@ impl LeaseFs {
         }
     }
 
-    fn set_ttl(&self, req: &Request, ino: INodeNo, ttl: Option<Ttl>, reply: ReplyEmpty) {
+    fn set_ttl(&self, req: &Caller, ino: INodeNo, ttl: Option<Ttl>, reply: ReplyEmpty) {
         match (Node::of(ino), ttl) {
             (Some(Node::Namespace(Tree::Claims, id)), ttl) => {
                 let owner = self.engine.look(|tree, _| tree.get(id).map(|namespace| namespace.row.uid));
@@ -122,7 +122,7 @@ impl Filesystem for LeaseFs {
     }
 
     fn getattr(&self, req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
-        self.do_getattr(req, ino, fh.map(|handle| handle.0), reply);
+        self.do_getattr(&self.caller(req), ino, fh.map(|handle| handle.0), reply);
         self.settle();
     }
 
@@ -145,7 +145,7 @@ impl Filesystem for LeaseFs {
         reply: ReplyAttr,
     ) {
         let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|handle| handle.0) };
-        self.do_setattr(req, ino, change, reply);
+        self.do_setattr(&self.caller(req), ino, change, reply);
         self.settle();
     }
 
@@ -163,20 +163,20 @@ impl Filesystem for LeaseFs {
     }
 
     fn mkdir(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
-        self.do_mkdir(req, parent, name, mode & !umask, reply);
+        self.do_mkdir(&self.caller(req), parent, name, mode & !umask, reply);
         self.settle();
     }
 
     fn unlink(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         match LeaseFs::parent_of(parent) {
-            Some(parent) => self.unlink_claim(req, parent, name, reply),
+            Some(parent) => self.unlink_claim(&self.caller(req), parent, name, reply),
             None => reply.error(Errno::EPERM),
         }
         self.settle();
     }
 
     fn rmdir(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        self.do_rmdir(req, parent, name, reply);
+        self.do_rmdir(&self.caller(req), parent, name, reply);
         self.settle();
     }
 
@@ -206,8 +206,10 @@ impl Filesystem for LeaseFs {
         reply: ReplyCreate,
     ) {
         match Node::of(parent) {
-            Some(Node::Namespace(Tree::Claims, parent)) => self.create_claim(req, parent, name, flags, reply),
-            Some(Node::ResultDir(key)) => self.create_result(req, key, name, flags, reply),
+            Some(Node::Namespace(Tree::Claims, parent)) => {
+                self.create_claim(&self.caller(req), parent, name, flags, reply)
+            }
+            Some(Node::ResultDir(key)) => self.create_result(&self.caller(req), key, name, flags, reply),
             _ => reply.error(Errno::EPERM),
         }
         self.settle();
@@ -215,10 +217,10 @@ impl Filesystem for LeaseFs {
 
     fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         match Node::of(ino) {
-            Some(Node::Claim(key)) => self.open_claim(req, key, reply),
-            Some(Node::Status(key)) => self.open_status(key, flags.0, reply),
-            Some(Node::Result(key, epoch)) => self.open_result(key, epoch, flags.0, reply),
-            Some(Node::Control(file)) => self.open_control(req, file, flags.0, reply),
+            Some(Node::Claim(key)) => self.open_claim(&self.caller(req), key, reply),
+            Some(Node::Status(key)) => self.open_status(&self.caller(req), key, flags.0, reply),
+            Some(Node::Result(key, epoch)) => self.open_result(&self.caller(req), key, epoch, flags.0, reply),
+            Some(Node::Control(file)) => self.open_control(&self.caller(req), file, flags.0, reply),
             _ => reply.error(Errno::ENOENT),
         }
         self.settle();
@@ -240,7 +242,9 @@ impl Filesystem for LeaseFs {
             Some(Kind::Status(key)) => self.read_status(fh.0, key, offset, size, reply),
             Some(Kind::Bytes) => self.read_bytes(fh.0, offset, size, reply),
             Some(Kind::Text(file)) => self.read_text(fh.0, file, offset, size, reply),
-            Some(Kind::Events) => self.read_events(req, fh.0, size, flags.0 & libc::O_NONBLOCK != 0, reply),
+            Some(Kind::Events) => {
+                self.read_events(&self.caller(req), fh.0, size, flags.0 & libc::O_NONBLOCK != 0, reply)
+            }
             Some(Kind::Control) | None => reply.error(Errno::EBADF),
         }
         self.settle();
@@ -261,9 +265,9 @@ impl Filesystem for LeaseFs {
         match self.kind_of(fh) {
             Some(Kind::Claim(key)) => self.write_note(fh.0, key, data, reply),
             Some(Kind::Bytes) => {
-                self.write_draft(req, fh.0, offset, data, flags.0 & libc::O_APPEND != 0, reply);
+                self.write_draft(&self.caller(req), fh.0, offset, data, flags.0 & libc::O_APPEND != 0, reply);
             }
-            Some(Kind::Control) => self.order(req, data, reply),
+            Some(Kind::Control) => self.order(&self.caller(req), data, reply),
             _ => reply.error(Errno::EBADF),
         }
         self.settle();
@@ -271,7 +275,7 @@ impl Filesystem for LeaseFs {
 
     fn flush(&self, req: &Request, _ino: INodeNo, fh: FileHandle, _lock_owner: LockOwner, reply: ReplyEmpty) {
         match self.kind_of(fh) {
-            Some(Kind::Bytes) => self.flush_draft(req, fh.0, reply),
+            Some(Kind::Bytes) => self.flush_draft(&self.caller(req), fh.0, reply),
             _ => reply.ok(),
         }
         self.settle();
@@ -295,7 +299,10 @@ impl Filesystem for LeaseFs {
                 self.close_claim(fh.0, key, opener.process, reply);
             }
             Some(Open::Draft(draft)) => self.close_draft(draft, fh.0, reply),
-            _ => reply.ok(),
+            _ => {
+                self.forget_kept(fh.0);
+                reply.ok();
+            }
         }
         self.settle();
     }
@@ -349,7 +356,7 @@ impl Filesystem for LeaseFs {
     ) {
         match std::str::from_utf8(value).ok().and_then(|text| text.parse::<Ttl>().ok()) {
             _ if name.as_encoded_bytes() != TTL_XATTR => reply.error(Errno::EOPNOTSUPP),
-            Some(ttl) => self.set_ttl(req, ino, Some(ttl), reply),
+            Some(ttl) => self.set_ttl(&self.caller(req), ino, Some(ttl), reply),
             None => reply.error(Errno::EINVAL),
         }
         self.settle();
@@ -371,7 +378,7 @@ impl Filesystem for LeaseFs {
 
     fn removexattr(&self, req: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         if name.as_encoded_bytes() == TTL_XATTR && self.ttl_of(ino).is_some() {
-            self.set_ttl(req, ino, None, reply);
+            self.set_ttl(&self.caller(req), ino, None, reply);
         } else {
             reply.error(Errno::ENODATA);
         }
@@ -392,7 +399,7 @@ impl Filesystem for LeaseFs {
     ) {
         let range = (start, end);
         let request = LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep: false };
-        self.test_lock(req, &request, reply);
+        self.test_lock(&self.caller(req), &request, reply);
         self.settle();
     }
 
@@ -410,7 +417,11 @@ impl Filesystem for LeaseFs {
         reply: ReplyEmpty,
     ) {
         let range = (start, end);
-        self.lock(req, &LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep }, reply);
+        let request = LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep };
+        self.lock(&self.caller(req), &request, |result| match result {
+            Ok(()) => reply.ok(),
+            Err(refused) => reply.error(refused),
+        });
         self.settle();
     }
 

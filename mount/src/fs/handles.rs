@@ -41,6 +41,8 @@ pub struct Draft {
     pub file: Arc<File>,
     /// Processes that wrote to it.
     pub writers: HashSet<u32>,
+    /// More wrote to it than could be kept when the server was replaced: whoever closes it may be one of them.
+    pub any_writer: bool,
     /// One of them, or its opener, was killed by a signal: closing it commits nothing.
     pub killed: bool,
     /// A copy of it was closed, or was open when its process ended. One of which neither was told never reached the
@@ -55,8 +57,18 @@ pub struct Draft {
 impl Draft {
     /// A draft just opened.
     pub fn new(key: KeyId, epoch: Epoch, opener: Process, file: Arc<File>) -> Draft {
-        let (killed, flushed, cut_short, committed) = (false, false, false, false);
-        Draft { key, epoch, opener, file, writers: HashSet::new(), killed, flushed, cut_short, committed }
+        Draft {
+            key,
+            epoch,
+            opener,
+            file,
+            writers: HashSet::new(),
+            any_writer: false,
+            killed: false,
+            flushed: false,
+            cut_short: false,
+            committed: false,
+        }
     }
 }
 
@@ -85,7 +97,7 @@ pub enum Open {
     /// `results/KEY/EPOCH`, for writing.
     Draft(Draft),
     /// `results/KEY/EPOCH`, committed.
-    Result(Arc<File>),
+    Result(KeyId, Epoch, Arc<File>),
     /// A file of `.leasefs/` that is text.
     Text(Control, Snapshot),
     /// `.leasefs/events`
@@ -102,11 +114,6 @@ pub enum Open {
 }
 
 impl Shared {
-    /// Enters an open file.
-    pub(super) fn open_handle(&self, handle: Handle, open: Open) {
-        self.handles.lock().insert(handle.0, open);
-    }
-
     /// Looks at an open file.
     pub(super) fn with_handle<R>(&self, handle: u64, look: impl FnOnce(&mut Open) -> R) -> Option<R> {
         self.handles.lock().get_mut(&handle).map(look)

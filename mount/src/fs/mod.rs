@@ -7,6 +7,7 @@
 //! | [`results`] | `results/KEY/EPOCH`: drafts, commit, reading |
 //! | [`control`] | `status/KEY`, `.leasefs/*`, polling |
 //! | [`handles`] | what an open file is |
+//! | [`kept`] | what the next server has to know, should this one be killed |
 //!
 //! One thread reads requests, so that a close is seen before the open that follows it. Whatever it decided is recorded
 //! once the kernel has nothing more to read, by that thread itself: see [`LeaseFs::settle`].
@@ -15,6 +16,7 @@ mod claims;
 mod control;
 mod dispatch;
 mod handles;
+mod kept;
 mod names;
 mod results;
 
@@ -25,17 +27,19 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use fuser::Request;
 use leasefs::namespaces::{Credentials, Namespace};
-use leasefs::{Engine, KeyId, Now};
+use leasefs::{Engine, KeyId, Now, RequestId};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
 
 use crate::clock;
+use crate::openfiles::OpenFiles;
 use crate::process::{self, Processes};
 use crate::timekeeper::Alarm;
 use crate::watcher::{Wait, Watcher};
 use claims::KnownOwner;
 use control::{Parked, Polls};
 use handles::Open;
+pub use kept::{Kept, LeftLock, survivors};
 
 /// Requests that may be gathered while the kernel has more to read, before what they decided is recorded.
 const MAX_GATHERED: u32 = 64;
@@ -59,6 +63,8 @@ pub struct Settings {
     pub max_waiters: usize,
     /// Whether every uid may use the tree.
     pub allow_other: bool,
+    /// Whether the kernel sends unanswered requests again to a server that takes over.
+    pub resend: bool,
     /// Who mounted it.
     pub mount_owner: u32,
     /// The server's pid.
@@ -78,6 +84,10 @@ pub struct Shared {
     /// Ends waits on a signal.
     pub watcher: Watcher,
     device: OwnedFd,
+    files: Arc<OpenFiles>,
+    salt: u64,
+    /// Open files of a predecessor, by the request that opened them.
+    repeated: Mutex<HashMap<u64, u64>>,
     processes: Processes,
     handles: Mutex<HashMap<u64, Open>>,
     owners: Mutex<HashMap<u64, KnownOwner>>,
@@ -86,6 +96,58 @@ pub struct Shared {
     gathered: AtomicU32,
     /// The writer was asked to record what was decided, and has not begun.
     handed: AtomicBool,
+}
+
+/// Who sent a request, and which.
+#[derive(Clone)]
+pub struct Caller {
+    unique: u64,
+    request: RequestId,
+    is_repeated: bool,
+    uid: u32,
+    gid: u32,
+    pid: u32,
+}
+
+/// Set in the number of a request that the kernel sends again after the server was replaced.
+const RESEND: u64 = 1 << 63;
+
+impl Caller {
+    fn of(req: &Request, salt: u64) -> Caller {
+        let unique = req.unique().0;
+        let is_repeated = unique & RESEND != 0;
+        Caller { is_repeated, ..Caller::kept(unique & !RESEND, salt, req.uid(), req.gid(), req.pid()) }
+    }
+
+    fn kept(unique: u64, salt: u64, uid: u32, gid: u32, pid: u32) -> Caller {
+        // 24 bits for the connection and 40 for the request: no two of a state directory are the same.
+        Caller { unique, request: RequestId(salt << 40 ^ unique), is_repeated: false, uid, gid, pid }
+    }
+
+    /// The kernel's number of the request, without the mark of one that is sent again.
+    pub fn unique(&self) -> u64 {
+        self.unique
+    }
+
+    /// The request's number over all connections.
+    pub fn request(&self) -> RequestId {
+        self.request
+    }
+
+    /// The caller's filesystem uid.
+    pub fn uid(&self) -> u32 {
+        self.uid
+    }
+
+    /// The caller's filesystem gid.
+    pub fn gid(&self) -> u32 {
+        self.gid
+    }
+
+    /// The calling thread; 0 where it is in a pid namespace that the server does not see.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
 }
 
 /// The filesystem as fuser sees it.
@@ -101,11 +163,13 @@ impl std::ops::Deref for LeaseFs {
 }
 
 impl LeaseFs {
-    /// A filesystem on an engine. `device` is a copy of the connection, only asked whether there is more to read.
+    /// A filesystem on an engine. `device` is a copy of the connection, only asked whether there is more to read;
+    /// `files` keeps what a later server of the same connection has to know.
     ///
     /// # Errors
     /// Those of making the alarms.
-    pub fn new(engine: Engine, settings: Settings, device: OwnedFd) -> std::io::Result<LeaseFs> {
+    pub fn new(engine: Engine, settings: Settings, device: OwnedFd, files: Arc<OpenFiles>) -> std::io::Result<LeaseFs> {
+        let salt = files.salt(engine.generation());
         Ok(LeaseFs(Arc::new(Shared {
             engine,
             settings,
@@ -113,6 +177,9 @@ impl LeaseFs {
             writer: Alarm::new()?,
             watcher: Watcher::default(),
             device,
+            files,
+            salt,
+            repeated: Mutex::default(),
             processes: Processes::default(),
             handles: Mutex::default(),
             owners: Mutex::default(),
@@ -146,12 +213,29 @@ impl LeaseFs {
         poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
-    fn credentials(&self, req: &Request) -> Credentials {
+    fn caller(&self, req: &Request) -> Caller {
+        Caller::of(req, self.salt)
+    }
+
+    /// The handle that this very request was given before, where it comes again and its answer may have got lost.
+    fn handle_given_to(&self, caller: &Caller) -> Option<u64> {
+        if !caller.is_repeated {
+            return None;
+        }
+        self.repeated.lock().remove(&caller.request().0)
+    }
+
+    /// A handle for what a request opens: the one it was given before, where it comes again.
+    fn handle_for(&self, caller: &Caller) -> leasefs::Handle {
+        self.handle_given_to(caller).map_or_else(|| self.engine.new_handle(), leasefs::Handle)
+    }
+
+    fn credentials(&self, req: &Caller) -> Credentials {
         Credentials { uid: req.uid(), gid: req.gid(), groups: Vec::new() }
     }
 
     /// Whether the caller may do all of `want` in a namespace, supplementary groups counted.
-    fn allowed(&self, req: &Request, namespace: &Namespace, want: u32) -> bool {
+    fn allowed(&self, req: &Caller, namespace: &Namespace, want: u32) -> bool {
         let mut who = self.credentials(req);
         if namespace.groups_matter(&who) {
             who.groups = process::groups(req.pid());

@@ -5,15 +5,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{
-    Errno, FileAttr, FileType, Generation, INodeNo, ReplyAttr, ReplyDirectory, ReplyEmpty, ReplyEntry, Request,
-    TimeOrNow,
+    Errno, FileAttr, FileType, Generation, INodeNo, ReplyAttr, ReplyDirectory, ReplyEmpty, ReplyEntry, TimeOrNow,
 };
-use leasefs::engine::KeyEntry;
+use leasefs::engine::{Asked, KeyEntry};
 use leasefs::namespaces::{self, Namespaces};
 use leasefs::registry::NamespaceRow;
 use leasefs::{Epoch, Error, KeyId, NamespaceId, Now, view};
 
-use super::LeaseFs;
+use super::{Caller, LeaseFs};
 use crate::clock;
 use crate::errno::errno;
 use crate::ino::{Control, Node, Tree};
@@ -126,7 +125,7 @@ impl LeaseFs {
         Generation(self.engine.look(|tree, _| tree.get(id).map_or(0, |namespace| namespace.row.made)))
     }
 
-    pub(super) fn do_getattr(&self, req: &Request, ino: INodeNo, handle: Option<u64>, reply: ReplyAttr) {
+    pub(super) fn do_getattr(&self, req: &Caller, ino: INodeNo, handle: Option<u64>, reply: ReplyAttr) {
         let now = clock::now();
         let Some(node) = Node::of(ino) else { return reply.error(Errno::ENOENT) };
         let attr = handle.and_then(|handle| self.draft_attributes(node, handle)).or_else(|| self.attributes(node, now));
@@ -189,7 +188,7 @@ impl LeaseFs {
         self.engine.look(|tree, _| tree.get(NamespaceId::ROOT).map_or(0, |root| root.row.gid))
     }
 
-    pub(super) fn do_setattr(&self, req: &Request, ino: INodeNo, change: Change, reply: ReplyAttr) {
+    pub(super) fn do_setattr(&self, req: &Caller, ino: INodeNo, change: Change, reply: ReplyAttr) {
         match Node::of(ino) {
             Some(Node::Namespace(Tree::Claims, id)) => self.change_namespace(id, change, reply),
             Some(node @ Node::Claim(key)) => self.change_claim(req, node, key, change, reply),
@@ -224,49 +223,31 @@ impl LeaseFs {
         let _ = self.engine.change_namespace(id, now, apply, Box::new(answer));
     }
 
-    pub(super) fn do_mkdir(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, reply: ReplyEntry) {
+    pub(super) fn do_mkdir(&self, req: &Caller, parent: INodeNo, name: &OsStr, mode: u32, reply: ReplyEntry) {
         let Some(Node::Namespace(Tree::Claims, parent)) = Node::of(parent) else { return reply.error(Errno::EPERM) };
         let now = clock::now();
         let fs = self.clone();
         let path = name.to_owned();
-        let slot = std::sync::Arc::new(parking_lot::Mutex::new(Some(reply)));
-        let answered = std::sync::Arc::clone(&slot);
         let done = move |result: Result<_, Error>| {
-            let Some(reply) = answered.lock().take() else { return };
+            if let Err(error) = result {
+                return reply.error(errno(&error));
+            }
             let node = fs.lookup_node(Node::Namespace(Tree::Claims, parent), &path, now).ok().flatten();
-            let Some(Node::Namespace(_, made)) = node else { return reply.error(Errno::EIO) };
-            match (result, node.and_then(|node| fs.attributes(node, now))) {
-                (Ok(_), Some(attr)) => reply.entry(&LONG, &attr, fs.generation(Node::Namespace(Tree::Claims, made))),
-                (Ok(_), None) => reply.error(Errno::EIO),
-                (Err(error), _) => reply.error(errno(&error)),
+            match node.and_then(|node| Some((node, fs.attributes(node, now)?))) {
+                Some((node, attr)) => reply.entry(&LONG, &attr, fs.generation(node)),
+                None => reply.error(Errno::EIO),
             }
         };
         let who = self.credentials(req);
-        if let Err(error) = self.engine.mkdir(parent, name.as_bytes(), mode & 0o7777, &who, now, Box::new(done))
-            && let Some(reply) = slot.lock().take()
-        {
-            reply.error(errno(&error));
-        }
+        let asked = Asked { who: &who, request: req.request(), now };
+        self.engine.mkdir(parent, name.as_bytes(), mode & 0o7777, &asked, Box::new(done));
     }
 
-    pub(super) fn do_rmdir(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let parent = match Node::of(parent) {
-            Some(Node::Namespace(Tree::Claims, parent)) => parent,
-            _ => return reply.error(Errno::EPERM),
-        };
-        let slot = std::sync::Arc::new(parking_lot::Mutex::new(Some(reply)));
-        let answered = std::sync::Arc::clone(&slot);
-        let done = move |result: Result<_, Error>| {
-            if let Some(reply) = answered.lock().take() {
-                finish(reply, result);
-            }
-        };
+    pub(super) fn do_rmdir(&self, req: &Caller, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let Some(Node::Namespace(Tree::Claims, parent)) = Node::of(parent) else { return reply.error(Errno::EPERM) };
         let who = self.credentials(req);
-        if let Err(error) = self.engine.rmdir(parent, name.as_bytes(), &who, clock::now(), Box::new(done))
-            && let Some(reply) = slot.lock().take()
-        {
-            reply.error(errno(&error));
-        }
+        let asked = Asked { who: &who, request: req.request(), now: clock::now() };
+        self.engine.rmdir(parent, name.as_bytes(), &asked, Box::new(|result| finish(reply, result)));
     }
 
     pub(super) fn do_readdir(&self, ino: INodeNo, offset: u64, mut reply: ReplyDirectory) {

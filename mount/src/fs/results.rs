@@ -7,21 +7,21 @@ use std::sync::Arc;
 
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty,
-    ReplyOpen, ReplyWrite, Request,
+    ReplyOpen, ReplyWrite,
 };
 use leasefs::machine::Input;
 use leasefs::{Epoch, Error, Handle, KeyId};
 
-use super::LeaseFs;
 use super::handles::{Draft, Open};
 use super::names::{Change, NEVER, Times, attr, finish, namespace_of, parse_epoch};
+use super::{Caller, LeaseFs};
 use crate::clock;
 use crate::errno::errno;
 use crate::ino::Node;
 use crate::process;
 
 impl LeaseFs {
-    pub(super) fn create_result(&self, req: &Request, key: KeyId, name: &OsStr, flags: i32, reply: ReplyCreate) {
+    pub(super) fn create_result(&self, req: &Caller, key: KeyId, name: &OsStr, flags: i32, reply: ReplyCreate) {
         let now = clock::now();
         if name.as_bytes() == b"latest" {
             return reply.error(Errno::EPERM);
@@ -35,18 +35,23 @@ impl LeaseFs {
             Ok(Some(_)) => return reply.error(Errno::EPERM),
             Err(error) => return reply.error(errno(&error)),
         }
-        let handle = self.engine.new_handle();
-        let file = match self.engine.results.create_draft(handle) {
-            Ok(file) => Arc::new(file),
+        let handle = self.handle_for(req);
+        // Where this very request was answered before, its draft is there.
+        let given = self.with_handle(handle.0, |open| match open {
+            Open::Draft(draft) => Some(Arc::clone(&draft.file)),
+            _ => None,
+        });
+        let file = match given.flatten().map_or_else(|| self.engine.results.create_draft(handle).map(Arc::new), Ok) {
+            Ok(file) => file,
             Err(error) => return reply.error(errno(&Error::from(error))),
         };
         let opener = self.processes.identify(req.pid()).process;
-        let fs = self.clone();
+        let (fs, caller) = (self.clone(), req.clone());
         let done = move |result: Result<_, Error>| {
             let refused = match result {
                 Ok(_) => {
                     let draft = Draft::new(key, epoch, opener, file);
-                    fs.open_handle(handle, Open::Draft(draft));
+                    fs.open_handle(&caller, handle, Open::Draft(draft));
                     let node = Node::Result(key, epoch);
                     match fs.draft_attributes(node, handle.0) {
                         Some(attr) => {
@@ -57,6 +62,8 @@ impl LeaseFs {
                     }
                 }
                 Err(error) => {
+                    fs.handles.lock().remove(&handle.0);
+                    fs.forget_kept(handle.0);
                     fs.engine.results.discard(handle);
                     errno(&error)
                 }
@@ -67,11 +74,11 @@ impl LeaseFs {
         self.engine.submit(key, input, now, Box::new(done));
     }
 
-    pub(super) fn open_result(&self, key: KeyId, epoch: Epoch, flags: i32, reply: ReplyOpen) {
+    pub(super) fn open_result(&self, req: &Caller, key: KeyId, epoch: Epoch, flags: i32, reply: ReplyOpen) {
         if flags & libc::O_ACCMODE != libc::O_RDONLY || flags & libc::O_TRUNC != 0 {
             return reply.error(Errno::EPERM);
         }
-        let fs = self.clone();
+        let (fs, caller) = (self.clone(), req.clone());
         let answer = move || {
             // The registry decides whether there is a result, not whether there is a file.
             let file = match fs.engine.result_of(key, epoch) {
@@ -81,8 +88,8 @@ impl LeaseFs {
             };
             match file {
                 Ok(file) => {
-                    let handle = fs.engine.new_handle();
-                    fs.open_handle(handle, Open::Result(Arc::new(file)));
+                    let handle = fs.handle_for(&caller);
+                    fs.open_handle(&caller, handle, Open::Result(key, epoch, Arc::new(file)));
                     // It never changes, so the kernel may keep what it read, and may map it.
                     reply.opened(FileHandle(handle.0), FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH);
                 }
@@ -130,7 +137,7 @@ impl LeaseFs {
 
     pub(super) fn write_draft(
         &self,
-        req: &Request,
+        req: &Caller,
         handle: u64,
         offset: u64,
         data: &[u8],
@@ -139,13 +146,16 @@ impl LeaseFs {
     ) {
         let writer = self.processes.identify(req.pid()).process.pid;
         self.with_handle(handle, |open| {
-            if let Open::Draft(draft) = open {
-                draft.writers.insert(writer);
+            if let Open::Draft(draft) = open
+                && draft.writers.insert(writer)
+            {
+                self.keep_draft(handle, draft);
             }
         });
         let max = self.engine.max_result();
         let write = |file: &std::fs::File| {
-            let offset = if append { file.metadata()?.len() } else { offset };
+            // Sent again, it is written where it was written, not behind itself.
+            let offset = if append { self.started_from(req, handle, file.metadata()?.len()) } else { offset };
             if offset.saturating_add(data.len() as u64) > max {
                 return Err(Error::TooLarge("a result has at most as many bytes as --max-result says"));
             }
@@ -160,6 +170,7 @@ impl LeaseFs {
                 fs.with_handle(handle, |open| {
                     if let Open::Draft(draft) = open {
                         draft.cut_short = true;
+                        fs.keep_draft(handle, draft);
                     }
                 });
                 reply.error(errno(&error));
@@ -184,7 +195,7 @@ impl LeaseFs {
     pub(super) fn read_bytes(&self, handle: u64, offset: u64, size: u32, reply: ReplyData) {
         let file = self.with_handle(handle, |open| match open {
             Open::Draft(draft) => Some(Arc::clone(&draft.file)),
-            Open::Result(file) => Some(Arc::clone(file)),
+            Open::Result(_, _, file) => Some(Arc::clone(file)),
             _ => None,
         });
         let Some(file) = file.flatten() else { return reply.error(Errno::EBADF) };
@@ -234,13 +245,14 @@ impl LeaseFs {
 
     /// One copy of a write handle is closed. Where a signal killed the process that opened it, or one that wrote to it,
     /// nothing is committed later; one that merely inherited it does no harm.
-    pub(super) fn flush_draft(&self, req: &Request, handle: u64, reply: ReplyEmpty) {
+    pub(super) fn flush_draft(&self, req: &Caller, handle: u64, reply: ReplyEmpty) {
         let killed = process::is_killed(req.pid()).then(|| self.processes.identify(req.pid()).process.pid);
         self.with_handle(handle, |open| {
             if let Open::Draft(draft) = open {
                 draft.flushed = true;
-                let is_its_own = |pid| draft.opener.pid == pid || draft.writers.contains(&pid);
+                let is_its_own = |pid| draft.any_writer || draft.opener.pid == pid || draft.writers.contains(&pid);
                 draft.killed |= killed.is_some_and(is_its_own);
+                self.keep_draft(handle, draft);
             }
         });
         reply.ok();
@@ -267,6 +279,7 @@ impl LeaseFs {
         let fs = self.clone();
         let done = move |result| {
             fs.engine.results.discard(handle);
+            fs.forget_kept(handle.0);
             finish(reply, result);
         };
         self.engine.submit(draft.key, Input::CloseDraft { handle }, now, Box::new(done));
