@@ -1,28 +1,32 @@
-//! The server: opens a state directory, connects it to a mountpoint, and answers until it is unmounted.
+//! The server: opens a state directory and answers the kernel on the connection it was handed, until that ends.
+//!
+//! It may end at any instruction: the keeper starts another, which goes on. See [`crate::keeper`].
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Write;
-use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use fuser::{Session, SessionACL};
 use leasefs::registry::NamespaceRow;
-use leasefs::registry::sqlite::SqliteRegistry;
+use leasefs::registry::sqlite::{Reader, SqliteRegistry};
 use leasefs::results::Results;
 use leasefs::{Config, Engine, Error, NamespaceId, Ttl};
-use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
+use serde::{Deserialize, Serialize};
 
+use crate::connection::{self, Connection};
+use crate::flight::{Flight, Struck};
 use crate::fs::{LeaseFs, Settings};
+use crate::handover::{Handover, Passed};
 use crate::kernel_mount::{self, Options};
-use crate::{clock, mountinfo, timekeeper};
+use crate::{clock, killpoint, mountinfo, timekeeper};
 
 /// How a tree is to be served.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Plan {
     /// Where it is mounted.
     pub mountpoint: PathBuf,
@@ -31,6 +35,7 @@ pub struct Plan {
     /// How it is mounted.
     pub options: Options,
     /// TTL where no namespace sets one.
+    #[serde(with = "crate::handover::ttl_ms")]
     pub ttl: Ttl,
     /// What a success means for a power cut.
     pub durability: leasefs::engine::Durability,
@@ -45,32 +50,24 @@ pub struct Plan {
 /// The log of a background server, in its state directory.
 pub const LOG: &str = "leasefs.log";
 
-/// Serves until the tree is unmounted, logging to the state directory where `log_there`. `ready` is called once it
-/// answers.
+/// Serves a connection that the keeper handed over, until it ends. `ready` is called once the tree answers.
 ///
 /// # Errors
-/// What is wrong and what to do; then nothing is mounted.
-pub fn serve(plan: &Plan, log_there: bool, ready: impl FnOnce()) -> Result<()> {
+/// What is wrong and what to do.
+pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Result<()> {
     raise_file_limit();
-    let timeout_s = kernel_mount::request_timeout_s();
-    if timeout_s > 0 {
-        tracing::warn!(
-            "fs.fuse.max_request_timeout is {timeout_s} s: a wait longer than that would end the mount; set it to 0"
-        );
-        bail!(
-            "fs.fuse.max_request_timeout is {timeout_s} s, and one longer wait would end the whole mount: \
-             run `sysctl fs.fuse.max_request_timeout=0`"
-        );
-    }
-    let mountpoint = kernel_mount::check_mountpoint(&plan.mountpoint)?;
-    let state_dir = make_state_dir(&plan.state_dir, &mountpoint)?;
-    let _lock = lock_state(&state_dir)?;
-    if log_there {
-        redirect_log(&state_dir)?;
-    }
-    let engine = open_engine(plan, &state_dir)?;
+    // Blocked before any thread is made, so that only the thread that waits for them gets them.
+    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().collect();
+    signals.thread_block().context("signals")?;
+    let plan = &handover.plan;
+    let (mountpoint, state_dir) = (&plan.mountpoint, &plan.state_dir);
+    let flight = Arc::new(Flight::open(passed.flight)?);
+    let takes_over = flight.has_answered_init();
+    killpoint::arm(&flight);
+    let engine = open_engine(plan, state_dir, takes_over)?;
     let settings = Settings {
         version: env!("CARGO_PKG_VERSION"),
+        mountpoint: mountpoint.clone(),
         state_dir: state_dir.clone(),
         ttl_ms: plan.ttl.as_millis(),
         durability: plan.durability,
@@ -80,44 +77,44 @@ pub fn serve(plan: &Plan, log_there: bool, ready: impl FnOnce()) -> Result<()> {
         allow_other: plan.options.allow_other,
         mount_owner: geteuid().as_raw(),
         pid: std::process::id(),
+        keeper_pid: handover.keeper_pid,
+        starts: handover.starts,
+        resend: handover.resend,
     };
-    // Blocked before any thread is made, so that only the thread that waits for them gets them.
-    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().collect();
-    signals.thread_block().context("signals")?;
-    let connection = kernel_mount::connect(&mountpoint, &plan.options)?;
-    let mounted = Unmount(mountpoint.clone());
-    let fs = LeaseFs::new(engine, settings, connection.as_fd().try_clone_to_owned()?)?;
-    // The kernel lets in whom the mount options say; permissions inside are the tree's.
-    let session = Session::from_fd(fs.clone(), connection, SessionACL::All, fuser::Config::default())
-        .context("the kernel does not speak FUSE as it is needed here")?;
+    let device = passed.device.try_clone().context("descriptors")?;
+    let fs = LeaseFs::new(engine, settings, device, Arc::clone(&flight), takes_over)?;
+    let struck = flight.strike(handover.blameless);
+    if let Some(Struck { unique, opcode, ino, count }) = struck {
+        let what = connection::describe(opcode, ino);
+        tracing::warn!("server {count} of those that ended while they handled request {unique} ({what})");
+    }
+    fs.shared().set_careful(struck.is_some());
     start_threads(&fs, mountpoint.clone(), signals)?;
-    tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
-    std::thread::scope(|scope| {
-        let running = scope.spawn(|| session.run());
-        if !answers(&mountpoint) {
+    let connection =
+        Connection { device: passed.device, init: &handover.init, resend: handover.resend, flight: &flight };
+    connection.run(fs.clone(), || {
+        fs.shared().set_careful(false);
+        tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
+        if !takes_over && !answers(mountpoint) {
             tracing::warn!("{} does not answer yet", mountpoint.display());
         }
         ready();
-        match running.join() {
-            Ok(result) => result.context("the connection to the kernel broke"),
-            Err(_) => bail!("the thread that answers requests failed: see the log above"),
-        }
     })?;
-    drop(mounted);
     fs.shared().engine.flush(clock::now());
-    tracing::info!("unmounted {}", mountpoint.display());
+    drop(passed.lock);
     Ok(())
 }
 
-/// Unmounts when the server ends before somebody else did.
-struct Unmount(PathBuf);
-
-impl Drop for Unmount {
-    fn drop(&mut self) {
-        if mountinfo::is_leasefs(&self.0).is_ok_and(|mounted| mounted) {
-            let _ = kernel_mount::disconnect(&self.0, true);
-        }
-    }
+/// Says whether this program could serve what is served now, without touching it.
+///
+/// # Errors
+/// Why it could not.
+pub fn check(handover: &Handover, passed: Passed) -> Result<()> {
+    Flight::open(passed.flight)?;
+    let state_dir = &handover.plan.state_dir;
+    let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
+    Reader::open(state_dir).map_err(explain)?;
+    Ok(())
 }
 
 /// Whether the mounted root can be looked at: by another process, since the server must not touch its own mount.
@@ -139,32 +136,18 @@ fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<(
     Ok(())
 }
 
-/// An orderly stop: unmounts; where files are open, the tree is taken out of sight and ends with the last of them, so
-/// that no lease is cut short. A second signal does not wait for them.
+/// The keeper is who is to be told to stop; but a service manager may tell every process. Both then unmount, which is
+/// the same as one.
 fn unmount_on_signal(mountpoint: &Path, signals: SigSet) {
-    let mut stopping = false;
     loop {
-        match signals.wait() {
-            Ok(Signal::SIGHUP) | Err(_) => continue,
-            Ok(signal) => tracing::info!("{signal}: unmounting"),
-        }
-        if stopping {
-            tracing::warn!("ending with files open: what is held stays held until its TTL, as orphaned");
-            std::process::exit(1);
-        }
-        stopping = true;
-        if kernel_mount::disconnect(mountpoint, false).is_ok() {
-            continue;
-        }
-        match kernel_mount::disconnect(mountpoint, true) {
-            Ok(()) => tracing::info!("files are open: serving them until the last one is closed"),
-            Err(error) => tracing::error!("cannot unmount {}: {error}", mountpoint.display()),
+        if matches!(signals.wait(), Ok(Signal::SIGTERM | Signal::SIGINT)) {
+            kernel_mount::stop(mountpoint);
         }
     }
 }
 
 /// Opens the engine of a state directory.
-fn open_engine(plan: &Plan, state_dir: &Path) -> Result<Engine> {
+fn open_engine(plan: &Plan, state_dir: &Path, _takes_over: bool) -> Result<Engine> {
     let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
     let results = Results::open(state_dir).map_err(|error| explain(error.into()))?;
     let registry = SqliteRegistry::open(state_dir).map_err(explain)?;
@@ -208,7 +191,11 @@ fn message(error: &Error) -> String {
     }
 }
 
-fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
+/// Makes the state directory if it is not there, and sees that it can be used.
+///
+/// # Errors
+/// What is wrong with it and what to do.
+pub fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
     let shown = path.display();
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty())
         && !parent.exists()
@@ -276,26 +263,6 @@ pub fn default_state_dir() -> Result<PathBuf> {
         Some(home) => Ok(home.join(".local/state/leasefs")),
         None => bail!("neither XDG_STATE_HOME nor HOME is set: give --state DIR"),
     }
-}
-
-/// Keeps a second server off the state directory for as long as the value lives.
-fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
-    let path = state_dir.join("lock");
-    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
-    let file = file.with_context(|| format!("{}", path.display()))?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
-        nix::Error::EWOULDBLOCK => anyhow::anyhow!(
-            "state directory {} is already served by another leasefs: unmount that one, or use another --state",
-            state_dir.display()
-        ),
-        errno => anyhow::anyhow!("{}: {errno}", path.display()),
-    })
-}
-
-/// Sends what is logged from here on to the state directory.
-fn redirect_log(state_dir: &Path) -> Result<()> {
-    let log = OpenOptions::new().append(true).create(true).mode(0o600).open(state_dir.join(LOG)).context(LOG)?;
-    nix::unistd::dup2_stderr(log).context(LOG)
 }
 
 /// Drafts and files of `/proc` are kept open: as many as the hard limit allows.

@@ -93,6 +93,7 @@ impl SqliteRegistry {
         if version == 0 {
             let create = connection.transaction_with_behavior(TransactionBehavior::Immediate).and_then(|tx| {
                 tx.execute_batch(SCHEMA)?;
+                crate::probe::at(crate::probe::MIGRATION);
                 tx.pragma_update(None, "application_id", APPLICATION_ID)?;
                 tx.pragma_update(None, "user_version", SCHEMA_VERSION)?;
                 tx.commit()

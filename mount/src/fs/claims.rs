@@ -165,17 +165,24 @@ impl LeaseFs {
             return reply.error(Errno::EACCES);
         }
         let claimant = self.claimant(req, &opener, &locker);
-        let wait = request.sleep.then(|| self.engine.new_waiter());
-        if let Some(waiter) = wait {
+        let mut wait = None;
+        if request.sleep {
+            let Some(place) = self.flight.park(req.unique().0) else { return reply.error(Errno::ENOLCK) };
+            let waiter = self.engine.new_waiter();
             self.watcher.add(Wait::Lock(waiter), req.pid());
+            wait = Some((waiter, place));
         }
         let fs = self.clone();
         let done = move |result| {
-            if let Some(waiter) = wait {
+            if let Some((waiter, _)) = wait {
                 fs.watcher.remove(Wait::Lock(waiter));
             }
             finish(reply, result);
+            if let Some((_, place)) = wait {
+                fs.flight.unpark(place);
+            }
         };
+        let wait = wait.map(|(waiter, _)| waiter);
         self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
     }
 

@@ -14,6 +14,7 @@ use super::handles::{Open, Snapshot};
 use super::{LeaseFs, Shared};
 use crate::clock;
 use crate::errno::errno;
+use crate::flight::Place;
 use crate::ino::Control;
 use crate::process::{self, Seen};
 use crate::watcher::Wait;
@@ -37,6 +38,7 @@ struct Reader {
     next: u64,
     size: usize,
     reply: ReplyData,
+    place: Place,
 }
 
 /// An order written to `.leasefs/control`.
@@ -139,11 +141,12 @@ impl LeaseFs {
         if nonblock {
             return reply.error(Errno::EAGAIN);
         }
+        let Some(place) = self.flight.park(req.unique().0) else { return reply.error(Errno::ENOMEM) };
         {
             let mut parked = self.parked.lock();
             parked.last += 1;
             let number = parked.last;
-            parked.readers.insert(number, Reader { handle, next, size, reply });
+            parked.readers.insert(number, Reader { handle, next, size, reply, place });
             self.engine.set_watched(true);
             self.watcher.add(Wait::Events(number), req.pid());
         }
@@ -276,6 +279,7 @@ impl Shared {
             } else {
                 self.watcher.remove(Wait::Events(number));
                 reader.reply.data(&bytes);
+                self.flight.unpark(reader.place);
             }
         }
     }
@@ -284,6 +288,7 @@ impl Shared {
     pub(super) fn interrupt_events(&self, number: u64) {
         if let Some(reader) = self.parked.lock().readers.remove(&number) {
             reader.reply.error(Errno::EINTR);
+            self.flight.unpark(reader.place);
         }
     }
 

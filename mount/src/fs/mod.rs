@@ -19,20 +19,22 @@ mod names;
 mod results;
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use fuser::Request;
+use fuser::{FileHandle, INodeNo, Request};
 use leasefs::namespaces::{Credentials, Namespace};
 use leasefs::{Engine, KeyId, Now};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
 
-use crate::clock;
+use crate::flight::{Close, Flight, Handling};
 use crate::process::{self, Processes};
 use crate::timekeeper::Alarm;
 use crate::watcher::{Wait, Watcher};
+use crate::{clock, killpoint};
 use claims::KnownOwner;
 use control::{Parked, Polls};
 use handles::Open;
@@ -45,6 +47,8 @@ const MAX_GATHERED: u32 = 64;
 pub struct Settings {
     /// The program's version.
     pub version: &'static str,
+    /// Where the tree is mounted.
+    pub mountpoint: std::path::PathBuf,
     /// Where the registry is.
     pub state_dir: std::path::PathBuf,
     /// TTL where no namespace sets one, in milliseconds.
@@ -63,6 +67,12 @@ pub struct Settings {
     pub mount_owner: u32,
     /// The server's pid.
     pub pid: u32,
+    /// The pid of the keeper, which starts another server when this one ends.
+    pub keeper_pid: u32,
+    /// How many servers this connection has had, with this one.
+    pub starts: u32,
+    /// A request a server left unanswered is sent again to the next; without that, it ends with `EINTR`.
+    pub resend: bool,
 }
 
 /// Everything the server's threads share.
@@ -77,6 +87,13 @@ pub struct Shared {
     pub writer: Alarm,
     /// Ends waits on a signal.
     pub watcher: Watcher,
+    /// What the next server needs to know, should this one be killed.
+    pub flight: Arc<Flight>,
+    /// This server goes on where another was killed.
+    #[expect(dead_code, reason = "what is open is not yet kept over a restart")]
+    takes_over: bool,
+    /// Records each decision by itself, so that the one that kills the server is known.
+    careful: AtomicBool,
     device: OwnedFd,
     processes: Processes,
     handles: Mutex<HashMap<u64, Open>>,
@@ -105,13 +122,22 @@ impl LeaseFs {
     ///
     /// # Errors
     /// Those of making the alarms.
-    pub fn new(engine: Engine, settings: Settings, device: OwnedFd) -> std::io::Result<LeaseFs> {
+    pub fn new(
+        engine: Engine,
+        settings: Settings,
+        device: OwnedFd,
+        flight: Arc<Flight>,
+        takes_over: bool,
+    ) -> std::io::Result<LeaseFs> {
         Ok(LeaseFs(Arc::new(Shared {
             engine,
             settings,
             timekeeper: Alarm::new()?,
             writer: Alarm::new()?,
             watcher: Watcher::default(),
+            flight,
+            takes_over,
+            careful: AtomicBool::new(false),
             device,
             processes: Processes::default(),
             handles: Mutex::default(),
@@ -128,11 +154,29 @@ impl LeaseFs {
         &self.0
     }
 
+    /// To be called before every request, and kept until it is settled: notes which one it is.
+    fn handling(&self, req: &Request, opcode: u32, ino: INodeNo) -> Handling<'_> {
+        self.flight.handling(req.unique().0, opcode, ino.0)
+    }
+
+    /// As [`LeaseFs::handling`], of a request that names a file.
+    fn handling_name(&self, req: &Request, opcode: u32, parent: INodeNo, name: &OsStr) -> Handling<'_> {
+        let handling = self.handling(req, opcode, parent);
+        killpoint::kill_point(killpoint::HANDLING, name.as_encoded_bytes());
+        handling
+    }
+
+    /// As [`LeaseFs::handling`], of a request whose effect must not be lost.
+    fn closing(&self, req: &Request, opcode: u32, ino: INodeNo, handle: FileHandle) -> Handling<'_> {
+        let (unique, ids) = (req.unique().0, (req.uid(), req.gid()));
+        self.flight.closing(Close { unique, opcode, pid: req.pid(), ino: ino.0, handle: handle.0, ids })
+    }
+
     /// To be called after every request: records what was decided unless the kernel has more to read right now.
     fn settle(&self) {
         if self.engine.is_urgent() {
             let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
-            if gathered >= MAX_GATHERED || !self.has_more() {
+            if gathered >= MAX_GATHERED || self.careful.load(Ordering::Relaxed) || !self.has_more() {
                 self.gathered.store(0, Ordering::Relaxed);
                 self.flush(clock::now());
             }
@@ -169,6 +213,11 @@ impl LeaseFs {
 }
 
 impl Shared {
+    /// Has each decision be recorded by itself, or not.
+    pub fn set_careful(&self, careful: bool) {
+        self.careful.store(careful, Ordering::Relaxed);
+    }
+
     /// Records what was decided, on this thread or, where that may take long, on the writer's.
     pub fn flush(&self, now: Now) {
         if self.engine.is_slow() {

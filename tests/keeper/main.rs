@@ -1,0 +1,6 @@
+//! The keeper: another server takes over a live mount, upgrades, signals, and what becomes of a server that cannot live.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod killed;
