@@ -78,6 +78,8 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
              run `sysctl fs.fuse.max_request_timeout=0`"
         );
     }
+    // It was started by another path, and is to be found by its name.
+    let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
     let mountpoint = kernel_mount::check_mountpoint(&plan.mountpoint)?;
     let state_dir = server::make_state_dir(&plan.state_dir, &mountpoint)?;
     let lock = lock_state(&state_dir)?;

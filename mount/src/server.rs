@@ -56,6 +56,8 @@ pub const LOG: &str = "leasefs.log";
 /// What is wrong and what to do.
 pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Result<()> {
     raise_file_limit();
+    // It was started by another path, and is to be found by its name.
+    let _ = nix::sys::prctl::set_name(c"leasefs");
     // Blocked before any thread is made, so that only the thread that waits for them gets them.
     let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().collect();
     signals.thread_block().context("signals")?;

@@ -4,3 +4,4 @@
 mod common;
 
 mod killed;
+mod load;
