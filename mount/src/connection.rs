@@ -106,12 +106,15 @@ impl Connection<'_> {
     }
 
     fn take_over(&self, relay: &Relay, number: RawFd) -> Result<()> {
-        let again = if self.resend { self.resent(relay)? } else { self.closes(relay) };
+        // Whoever waits is put in line anew, and forgotten here only once that is done.
+        let parked = self.flight.parked();
+        let (again, cut_off) = if self.resend { (self.resent(relay)?, Vec::new()) } else { self.made_again(relay) };
         let count = again.len();
         relay.feed(again).context("handing over what was unanswered")?;
-        if !self.resend {
-            self.interrupt_all(relay);
+        for unique in cut_off {
+            let _ = relay.pass_on(&raw::refusal(unique, libc::EINTR));
         }
+        parked.into_iter().for_each(|place| self.flight.unpark(place));
         self.replace(number)?;
         // Wakes the reader, if it already waits for the pair: this asks nothing and has no answer.
         let _ = relay.say(&raw::request(opcode::FORGET, 0, raw::ROOT, (0, 0), 0, &[0; 8]));
@@ -123,8 +126,6 @@ impl Connection<'_> {
 
     /// What the kernel sends again, by age, and what else had to be read to know that this is all.
     fn resent(&self, relay: &Relay) -> Result<VecDeque<Vec<u8>>> {
-        // Whoever waits is put in line anew.
-        self.flight.clear_parked();
         relay.pass_on(&raw::resend_notice()).context("asking the kernel for what is unanswered")?;
         let mut again = Vec::new();
         let mut others = Vec::new();
@@ -162,30 +163,29 @@ impl Connection<'_> {
         true
     }
 
-    /// Closes that may not have been handled to the end, made anew: handling one twice changes nothing.
-    fn closes(&self, relay: &Relay) -> VecDeque<Vec<u8>> {
-        let made = self.flight.closes().into_iter().filter_map(|close| {
-            let message = raw::close(&close);
-            let header = Header::of(&message)?;
-            (!self.is_refused(relay, &header)).then_some(message)
-        });
-        made.collect()
-    }
-
-    /// Ends every call that waits for an answer which will never come.
-    fn interrupt_all(&self, relay: &Relay) {
+    /// For a kernel that sends nothing again: what is unanswered and can be made again here, by age; and what cannot, by
+    /// number, which is to end with `EINTR`.
+    ///
+    /// A lock must not end so while its caller has no signal: the kernel turns the answer into `ERESTARTSYS`, and a caller
+    /// without a signal would be given that, which is no errno it knows.
+    fn made_again(&self, relay: &Relay) -> (VecDeque<Vec<u8>>, Vec<u64>) {
+        let is_unanswered = |unique: &u64| relay.pass_on(&raw::question(*unique)).is_ok();
         let (mut numbers, newest) = self.flight.unanswered();
-        let closes = self.flight.closes();
-        numbers.retain(|unique| closes.binary_search_by_key(unique, |close| close.unique).is_err());
-        let beyond = (1..=BEYOND).map(|step| newest + step * STEP);
-        let interrupt = |unique: u64| relay.pass_on(&raw::refusal(unique, libc::EINTR)).is_ok();
-        let ended = numbers.into_iter().filter(|unique| interrupt(*unique)).count();
-        let unseen = beyond.filter(|unique| interrupt(*unique)).count();
-        self.flight.clear_parked();
-        tracing::info!("{} calls were ended with EINTR", ended + unseen);
-        if unseen > 0 {
-            // It may have been the close of a handle.
-            tracing::warn!("{unseen} of them had been read by the server before and not been looked at");
+        numbers.retain(is_unanswered);
+        let unseen: Vec<u64> = (1..=BEYOND).map(|step| newest + step * STEP).filter(is_unanswered).collect();
+        let mut records = self.flight.records();
+        records.retain(|record| numbers.binary_search(&record.unique).is_ok());
+        numbers.retain(|unique| records.binary_search_by_key(unique, |record| record.unique).is_err());
+        tracing::info!("{} calls end with EINTR", numbers.len() + unseen.len());
+        if !unseen.is_empty() {
+            // It may have been the close of a handle, which then is never known.
+            tracing::warn!("{} of them had been read by the server before and not been looked at", unseen.len());
         }
+        numbers.extend(unseen);
+        let made = records
+            .iter()
+            .map(raw::again)
+            .filter(|message| Header::of(message).is_some_and(|header| !self.is_refused(relay, &header)));
+        (made.collect(), numbers)
     }
 }

@@ -27,8 +27,8 @@ pub const STRIKES: u64 = 3;
 const MAGIC: u64 = u64::from_le_bytes(*b"leasefl\x01");
 /// Newest requests whose numbers are kept: many times what can be unanswered at once, short of those that wait long.
 const RING: usize = 1 << 16;
-/// Newest closes that are kept. The engine leaves few unanswered, and the kernel allows each process one at a time.
-const CLOSES: usize = 1 << 12;
+/// Newest requests that are kept whole: as above.
+const RECORDS: usize = 1 << 14;
 /// Requests that may wait long at the same time.
 const PARKED: usize = 1 << 16;
 /// Requests that were being handled when a server was killed.
@@ -79,21 +79,28 @@ pub mod opcode {
     pub const LSEEK: u32 = 46;
 }
 
-/// A close of a handle, as much of it as it takes to send it again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Close {
-    /// The request's number.
+/// A request that must not be cut off, as much of it as it takes to make it again: a close, whose effect would be lost,
+/// or a lock, whose caller would be given a number that is no errno.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Record {
+    /// Its number.
     pub unique: u64,
-    /// `RELEASE` or `FLUSH`.
+    /// What it asks for.
     pub opcode: u32,
-    /// Who closed it; 0 for `RELEASE`.
+    /// Who asks; 0 for `RELEASE`.
     pub pid: u32,
     /// The inode.
     pub ino: u64,
     /// The handle.
     pub handle: u64,
-    /// The closer's uid and gid.
+    /// The caller's uid and gid.
     pub ids: (u32, u32),
+    /// Of a lock: its owner.
+    pub owner: u64,
+    /// Of a lock: `F_RDLCK`, `F_WRLCK` or `F_UNLCK`.
+    pub kind: u32,
+    /// Of a lock: its first and its last byte.
+    pub range: (u64, u64),
 }
 
 /// A request that was being handled when a server was killed.
@@ -115,13 +122,42 @@ struct Strike {
     count: AtomicU64,
 }
 
+/// A [`Record`]: free where its first field, the number, is 0.
 #[repr(C)]
-struct CloseSlot {
-    unique: AtomicU64,
-    what: AtomicU64,
-    ino: AtomicU64,
-    handle: AtomicU64,
-    ids: AtomicU64,
+struct Slot([AtomicU64; 9]);
+
+fn pair(high: u32, low: u32) -> u64 {
+    u64::from(high) << 32 | u64::from(low)
+}
+
+fn halves(both: u64) -> (u32, u32) {
+    ((both >> 32) as u32, both as u32)
+}
+
+impl Slot {
+    fn unique(&self) -> u64 {
+        self.0[0].load(Ordering::Acquire)
+    }
+
+    /// Whatever is in it is not valid until the number is.
+    fn store(&self, record: &Record) {
+        self.0[0].store(0, Ordering::Release);
+        let Record { unique, opcode, pid, ino, handle, ids, owner, kind, range } = *record;
+        let fields = [pair(opcode, pid), ino, handle, pair(ids.0, ids.1), owner, kind.into(), range.0, range.1];
+        for (place, field) in self.0[1..].iter().zip(fields) {
+            place.store(field, Ordering::Relaxed);
+        }
+        self.0[0].store(unique, Ordering::Release);
+    }
+
+    fn load(&self) -> Record {
+        let unique = self.unique();
+        let [what, ino, handle, ids, owner, kind, first, last] =
+            std::array::from_fn(|field| self.0[field + 1].load(Ordering::Relaxed));
+        let (opcode, pid) = halves(what);
+        let kind = kind as u32;
+        Record { unique, opcode, pid, ino, handle, ids: halves(ids), owner, kind, range: (first, last) }
+    }
 }
 
 #[repr(C)]
@@ -133,12 +169,12 @@ struct Table {
     ino: AtomicU64,
     newest: AtomicU64,
     head: AtomicU64,
-    close_head: AtomicU64,
+    record_head: AtomicU64,
     passes: [AtomicU64; 16],
     strikes: [Strike; STRUCK],
-    closes: [CloseSlot; CLOSES],
+    records: [Slot; RECORDS],
     ring: [AtomicU64; RING],
-    parked: [AtomicU64; PARKED],
+    parked: [Slot; PARKED],
 }
 
 /// The mapped recorder.
@@ -223,32 +259,30 @@ impl Flight {
         Handling(self)
     }
 
-    /// A close's handling begins. Its effect must not be lost, whatever comes.
-    pub fn closing(&self, close: Close) -> Handling<'_> {
-        let (table, unique) = (self.table(), close.unique & !RESEND);
-        let slot = &table.closes[table.close_head.fetch_add(1, Ordering::Relaxed) as usize % CLOSES];
-        slot.unique.store(0, Ordering::Release);
-        slot.what.store(u64::from(close.opcode) << 32 | u64::from(close.pid), Ordering::Relaxed);
-        slot.ino.store(close.ino, Ordering::Relaxed);
-        slot.handle.store(close.handle, Ordering::Relaxed);
-        slot.ids.store(u64::from(close.ids.0) << 32 | u64::from(close.ids.1), Ordering::Relaxed);
-        slot.unique.store(unique, Ordering::Release);
-        self.handling(unique, close.opcode, close.ino)
+    /// As [`Flight::handling`], of a request that must not be cut off.
+    pub fn recording(&self, record: Record) -> Handling<'_> {
+        let (table, unique) = (self.table(), record.unique & !RESEND);
+        let head = table.record_head.fetch_add(1, Ordering::Relaxed);
+        table.records[head as usize % RECORDS].store(&Record { unique, ..record });
+        self.handling(unique, record.opcode, record.ino)
     }
 
-    /// A request is going to wait, for longer than the ring remembers it. None where too many do.
+    /// The request being handled is going to wait, for longer than the rings remember it. None where too many do.
     pub fn park(&self, unique: u64) -> Option<Place> {
-        let unique = unique & !RESEND;
+        let (table, unique) = (self.table(), unique & !RESEND);
+        let newest = table.record_head.load(Ordering::Relaxed).wrapping_sub(1);
+        let newest = Some(table.records[newest as usize % RECORDS].load()).filter(|record| record.unique == unique);
+        let record = newest.unwrap_or(Record { unique, ..Record::default() });
         let start = (unique / 2) as usize;
-        (0..PARKED).map(|step| (start + step) % PARKED).find_map(|slot| {
-            let free = self.table().parked[slot].compare_exchange(0, unique, Ordering::AcqRel, Ordering::Relaxed);
-            free.is_ok().then_some(Place(slot))
-        })
+        // Only the thread that handles requests parks them, so that what is free stays free.
+        let free = (0..PARKED).map(|step| (start + step) % PARKED).find(|slot| table.parked[*slot].unique() == 0)?;
+        table.parked[free].store(&record);
+        Some(Place(free))
     }
 
     /// It was answered.
     pub fn unpark(&self, place: Place) {
-        self.table().parked[place.0].store(0, Ordering::Release);
+        self.table().parked[place.0].0[0].store(0, Ordering::Release);
     }
 
     /// What a killed server was handling gets a strike, unless `blameless`. To be called once by each new server.
@@ -284,40 +318,28 @@ impl Flight {
     /// Every number that may be unanswered, and some that are not, lowest first; and the newest that was handled.
     pub fn unanswered(&self) -> (Vec<u64>, u64) {
         let table = self.table();
-        let all = table.ring.iter().chain(&table.parked).map(|slot| slot.load(Ordering::Relaxed));
-        let mut numbers: Vec<u64> = all.filter(|unique| *unique != 0).collect();
+        let ring = table.ring.iter().map(|number| number.load(Ordering::Relaxed));
+        let mut numbers: Vec<u64> =
+            ring.chain(table.parked.iter().map(Slot::unique)).filter(|unique| *unique != 0).collect();
         numbers.sort_unstable();
         numbers.dedup();
         (numbers, table.newest.load(Ordering::Relaxed))
     }
 
-    /// The newest closes, oldest first, each once. Most of them were answered.
-    pub fn closes(&self) -> Vec<Close> {
-        let slots = self.table().closes.iter().map(|slot| {
-            let what = slot.what.load(Ordering::Relaxed);
-            let ids = slot.ids.load(Ordering::Relaxed);
-            Close {
-                unique: slot.unique.load(Ordering::Acquire),
-                opcode: (what >> 32) as u32,
-                pid: what as u32,
-                ino: slot.ino.load(Ordering::Relaxed),
-                handle: slot.handle.load(Ordering::Relaxed),
-                ids: ((ids >> 32) as u32, ids as u32),
-            }
-        });
-        let mut closes: Vec<Close> = slots.filter(|close| close.unique != 0).collect();
-        closes.sort_by_key(|close| close.unique);
-        closes.dedup_by_key(|close| close.unique);
-        closes
+    /// Requests that can be made again, oldest first, each once. Most of them were answered.
+    pub fn records(&self) -> Vec<Record> {
+        let slots = self.table().records.iter().chain(&self.table().parked);
+        let mut records: Vec<Record> =
+            slots.map(Slot::load).filter(|record| record.unique != 0 && record.opcode != 0).collect();
+        records.sort_by_key(|record| record.unique);
+        records.dedup_by_key(|record| record.unique);
+        records
     }
 
-    /// Nobody waits any more.
-    pub fn clear_parked(&self) {
-        for slot in &self.table().parked {
-            if slot.load(Ordering::Relaxed) != 0 {
-                slot.store(0, Ordering::Relaxed);
-            }
-        }
+    /// Who waits.
+    pub fn parked(&self) -> Vec<Place> {
+        let slots = self.table().parked.iter().enumerate();
+        slots.filter(|(_, slot)| slot.unique() != 0).map(|(place, _)| Place(place)).collect()
     }
 
     /// Counts one pass of a kill point, over all servers of the connection; the first is 1.
@@ -334,7 +356,7 @@ mod tests {
     use super::*;
 
     /// Two servers on the same memory.
-    fn pair() -> (Flight, Flight) {
+    fn servers() -> (Flight, Flight) {
         let memory = memfd_create("flight", MFdFlags::MFD_CLOEXEC).expect("memfd");
         let first = Flight::open(memory.try_clone().expect("fd")).expect("new");
         (first, Flight::open(memory).expect("again"))
@@ -342,7 +364,7 @@ mod tests {
 
     #[test]
     fn what_was_being_handled_is_struck_and_what_was_finished_is_not() {
-        let (first, second) = pair();
+        let (first, second) = servers();
         drop(first.handling(2, opcode::GETATTR, 1));
         assert_eq!(second.strike(false), None);
         for count in 1..=3 {
@@ -359,7 +381,7 @@ mod tests {
 
     #[test]
     fn the_newest_strikes_displace_the_oldest() {
-        let (first, second) = pair();
+        let (first, second) = servers();
         for unique in (2..).step_by(2).take(STRUCK + 1) {
             std::mem::forget(first.handling(unique, opcode::OPEN, 1));
             second.strike(false);
@@ -369,7 +391,7 @@ mod tests {
 
     #[test]
     fn requests_that_wait_outlast_the_ring() {
-        let (first, second) = pair();
+        let (first, second) = servers();
         drop(first.handling(2, opcode::SETLK, 1));
         drop(first.handling(4, opcode::SETLK, 1));
         let (waits, answered) = (first.park(2).expect("room"), first.park(4).expect("room"));
@@ -380,7 +402,7 @@ mod tests {
         let (numbers, newest) = second.unanswered();
         assert_eq!((numbers.len(), numbers[0], numbers[1]), (RING + 1, 2, 6));
         assert_eq!(newest, 4 + 2 * RING as u64);
-        second.clear_parked();
+        second.parked().into_iter().for_each(|place| second.unpark(place));
         assert_eq!(second.unanswered().0[0], 6);
         first.unpark(waits);
         let room = (0..PARKED as u64).filter(|unique| first.park(unique * 2 + 2).is_some()).count();
@@ -389,20 +411,34 @@ mod tests {
     }
 
     #[test]
-    fn closes_are_kept_whole() {
-        let (first, second) = pair();
-        let close = |unique| Close {
+    fn records_are_kept_whole() {
+        let (first, second) = servers();
+        let record = |unique| Record {
             unique,
-            opcode: opcode::FLUSH,
+            opcode: opcode::SETLKW,
             pid: 77,
             ino: unique + 1,
             handle: 1 << 50 | unique,
             ids: (1000, 4_000_000_000),
+            owner: u64::MAX - unique,
+            kind: 1,
+            range: (3, u64::MAX / 2),
         };
-        drop(first.closing(close(8)));
-        drop(first.closing(close(6)));
-        drop(first.closing(close(8)));
-        assert_eq!(second.closes(), [close(6), close(8)]);
+        drop(first.recording(record(8)));
+        drop(first.recording(Record { unique: 6 | RESEND, ..record(6) }));
+        drop(first.recording(record(8)));
+        assert_eq!(second.records(), [record(6), record(8)]);
+        // Those that wait are, whatever comes after them.
+        drop(first.recording(record(4)));
+        first.park(4).expect("room");
+        for unique in (10..).step_by(2).take(RECORDS) {
+            drop(first.recording(record(unique)));
+        }
+        assert_eq!(second.records()[..2], [record(4), record(10)]);
+        // A request of which only the number is known cannot be made again.
+        first.park(2).expect("room");
+        assert_eq!(second.records()[0], record(4));
+        assert_eq!(second.unanswered().0[0], 2);
     }
 
     #[test]

@@ -2,6 +2,11 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod place;
 
+mod ends;
 mod killed;
 mod load;
+mod service;
+mod upgrade;
+mod waiters;

@@ -1,6 +1,6 @@
 //! Requests and answers as the kernel has them (`linux/fuse.h`): only what a take-over makes or looks at itself.
 
-use crate::flight::{Close, OWN, opcode};
+use crate::flight::{OWN, Record, opcode};
 use crate::ino::Node;
 
 /// The root's inode.
@@ -11,6 +11,9 @@ pub const BARRIER: u64 = OWN | 1;
 const NOTIFY_RESEND: i32 = 7;
 /// `FUSE_INIT_EXT`: there are 32 more flags.
 const INIT_EXT: u64 = 1 << 30;
+
+/// `FUSE_INT_REQ_BIT`
+const INTERRUPTED: u64 = 1;
 
 const HEADER: usize = 40;
 const ANSWER: usize = 16;
@@ -79,11 +82,23 @@ pub fn barrier() -> Vec<u8> {
     request(opcode::GETATTR, BARRIER, ROOT, (0, 0), 0, &[0; 16])
 }
 
-/// A close, as the kernel sent it. Lock owner and flags are not told apart here.
-pub fn close(close: &Close) -> Vec<u8> {
-    let mut body = [0; 24];
-    body[..8].copy_from_slice(&close.handle.to_ne_bytes());
-    request(close.opcode, close.unique, close.ino, close.ids, close.pid, &body)
+/// A close or a lock, as the kernel sent it, but for flags that make no difference here.
+pub fn again(record: &Record) -> Vec<u8> {
+    let &Record { unique, opcode, pid, ino, handle, ids, owner, kind, range } = record;
+    let body: Vec<u8> = if matches!(opcode, opcode::SETLK | opcode::SETLKW) {
+        let words = [handle, owner, range.0, range.1].into_iter().flat_map(u64::to_ne_bytes);
+        // The type, a pid that nobody looks at, flags and padding.
+        words.chain([kind, pid, 0, 0].into_iter().flat_map(u32::to_ne_bytes)).collect()
+    } else {
+        [handle, 0, owner].into_iter().flat_map(u64::to_ne_bytes).collect()
+    };
+    request(opcode, unique, ino, ids, pid, &body)
+}
+
+/// Asks whether a request is unanswered, and changes nothing: it has the form of an answer to an interruption of that
+/// request, which the kernel takes where the request is there, and refuses with `ENOENT` where it is not.
+pub fn question(unique: u64) -> [u8; ANSWER] {
+    answer(unique | INTERRUPTED, 0)
 }
 
 fn answer(unique: u64, error: i32) -> [u8; ANSWER] {
@@ -158,12 +173,25 @@ mod tests {
 
     #[test]
     fn requests_are_laid_out_as_the_kernel_has_them() {
-        let close = Close { unique: 10, opcode: opcode::RELEASE, pid: 7, ino: 99, handle: 5, ids: (1, 2) };
-        let message = super::close(&close);
+        let record = Record {
+            unique: 10,
+            opcode: opcode::RELEASE,
+            pid: 7,
+            ino: 99,
+            handle: 5,
+            ids: (1, 2),
+            ..Record::default()
+        };
+        let message = again(&record);
         assert_eq!((message.len(), u32_at(&message, 0)), (64, Some(64)));
         let header = Header { opcode: opcode::RELEASE, unique: 10, ino: 99, pid: 7 };
         assert_eq!(Header::of(&message), Some(header));
         assert_eq!((u32_at(&message, 24), u32_at(&message, 28), u64_at(&message, 40)), (Some(1), Some(2), Some(5)));
+        let lock = again(&Record { opcode: opcode::SETLKW, owner: 6, kind: 1, range: (0, 9), ..record });
+        assert_eq!(
+            (lock.len(), u64_at(&lock, 48), u64_at(&lock, 64), u32_at(&lock, 72)),
+            (88, Some(6), Some(9), Some(1))
+        );
         assert_eq!(answered(&refusal(42, libc::EINTR)), Some(42));
         assert_eq!(Header::of(&[0; 12]), None);
     }

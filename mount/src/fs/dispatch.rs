@@ -437,9 +437,10 @@ impl Filesystem for LeaseFs {
         sleep: bool,
         reply: ReplyEmpty,
     ) {
-        let _handling = self.handling(req, opcode::SETLK, ino);
         let range = (start, end);
-        self.lock(req, &LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep }, reply);
+        let request = LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep };
+        let _handling = self.locking(req, ino, &request);
+        self.lock(req, &request, reply);
         self.settle();
     }
 

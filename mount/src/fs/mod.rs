@@ -30,12 +30,12 @@ use leasefs::{Engine, KeyId, Now};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
 
-use crate::flight::{Close, Flight, Handling};
+use crate::flight::{Flight, Handling, Record, opcode};
 use crate::process::{self, Processes};
 use crate::timekeeper::Alarm;
 use crate::watcher::{Wait, Watcher};
 use crate::{clock, killpoint};
-use claims::KnownOwner;
+use claims::{KnownOwner, LockRequest};
 use control::{Parked, Polls};
 use handles::Open;
 
@@ -166,10 +166,17 @@ impl LeaseFs {
         handling
     }
 
-    /// As [`LeaseFs::handling`], of a request whose effect must not be lost.
+    /// As [`LeaseFs::handling`], of a close, whose effect must not be lost.
     fn closing(&self, req: &Request, opcode: u32, ino: INodeNo, handle: FileHandle) -> Handling<'_> {
-        let (unique, ids) = (req.unique().0, (req.uid(), req.gid()));
-        self.flight.closing(Close { unique, opcode, pid: req.pid(), ino: ino.0, handle: handle.0, ids })
+        self.flight.recording(Record { opcode, ino: ino.0, handle: handle.0, ..record_of(req) })
+    }
+
+    /// As [`LeaseFs::handling`], of a lock.
+    fn locking(&self, req: &Request, ino: INodeNo, lock: &LockRequest) -> Handling<'_> {
+        let &LockRequest { handle, owner, range, kind, sleep } = lock;
+        let opcode = if sleep { opcode::SETLKW } else { opcode::SETLK };
+        let kind = kind.cast_unsigned();
+        self.flight.recording(Record { opcode, ino: ino.0, handle, owner, kind, range, ..record_of(req) })
     }
 
     /// To be called after every request: records what was decided unless the kernel has more to read right now.
@@ -210,6 +217,10 @@ impl LeaseFs {
             self.engine.submit(key, leasefs::machine::Input::Tick, now, Box::new(|_| ()));
         }
     }
+}
+
+fn record_of(req: &Request) -> Record {
+    Record { unique: req.unique().0, pid: req.pid(), ids: (req.uid(), req.gid()), ..Record::default() }
 }
 
 impl Shared {
