@@ -167,7 +167,8 @@ impl Connection<'_> {
     /// number, which is to end with `EINTR`.
     ///
     /// A lock must not end so while its caller has no signal: the kernel turns the answer into `ERESTARTSYS`, and a caller
-    /// without a signal would be given that, which is no errno it knows.
+    /// without a signal would be given that, which is no errno it knows. A poll would be told `POLLERR`, which is how the
+    /// loss of a lease looks.
     fn made_again(&self, relay: &Relay) -> (VecDeque<Vec<u8>>, Vec<u64>) {
         let is_unanswered = |unique: &u64| relay.pass_on(&raw::question(*unique)).is_ok();
         let (mut numbers, newest) = self.flight.unanswered();

@@ -80,7 +80,7 @@ pub mod opcode {
 }
 
 /// A request that must not be cut off, as much of it as it takes to make it again: a close, whose effect would be lost,
-/// or a lock, whose caller would be given a number that is no errno.
+/// a lock, whose caller would be given a number that is no errno, or a poll, whose caller would be told of an error.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Record {
     /// Its number.
@@ -95,11 +95,11 @@ pub struct Record {
     pub handle: u64,
     /// The caller's uid and gid.
     pub ids: (u32, u32),
-    /// Of a lock: its owner.
+    /// Of a lock: its owner. Of a poll: the kernel's handle of the poller.
     pub owner: u64,
-    /// Of a lock: `F_RDLCK`, `F_WRLCK` or `F_UNLCK`.
+    /// Of a lock: `F_RDLCK`, `F_WRLCK` or `F_UNLCK`. Of a poll: its flags.
     pub kind: u32,
-    /// Of a lock: its first and its last byte.
+    /// Of a lock: its first and its last byte. Of a poll: the events asked for, and 0.
     pub range: (u64, u64),
 }
 

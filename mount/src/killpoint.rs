@@ -1,6 +1,6 @@
 //! Kill points: named places where a test has the server kill itself. A release build has none.
 //!
-//! `LEASEFS_TEST_KILL` in the environment of `leasefs mount` says where, as a list separated by commas, or is the
+//! `LEASEFS_TEST_ABORT` in the environment of `leasefs mount` says where, as a list separated by commas, or is the
 //! absolute path of a file that says so in the same way and may be written and removed while the tree is in use:
 //!
 //! `POINT[=TEXT][:FIRST[-[LAST]]]`
@@ -59,7 +59,7 @@ mod armed {
     static SOURCE: OnceLock<Source> = OnceLock::new();
 
     pub fn arm(flight: &Arc<Flight>) {
-        let Some(said) = std::env::var("LEASEFS_TEST_KILL").ok().filter(|said| !said.is_empty()) else { return };
+        let Some(said) = std::env::var("LEASEFS_TEST_ABORT").ok().filter(|said| !said.is_empty()) else { return };
         let source = match PathBuf::from(&said) {
             path if path.is_absolute() => Source::File(path),
             _ => Source::Fixed(parse(&said), Arc::clone(flight)),

@@ -19,7 +19,7 @@ use nix::unistd::{getegid, geteuid};
 use serde::{Deserialize, Serialize};
 
 use crate::connection::{self, Connection};
-use crate::flight::{Flight, Struck};
+use crate::flight::{Flight, STRIKES, Struck};
 use crate::fs::{LeaseFs, Settings};
 use crate::handover::{Handover, Passed};
 use crate::kernel_mount::{self, Options};
@@ -88,7 +88,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
     let struck = flight.strike(handover.blameless);
     if let Some(Struck { unique, opcode, ino, count }) = struck {
         let what = connection::describe(opcode, ino);
-        tracing::warn!("server {count} of those that ended while they handled request {unique} ({what})");
+        tracing::warn!("the server before ended while it handled request {unique} ({what}): {count} of {STRIKES}");
     }
     fs.shared().set_careful(struck.is_some());
     start_threads(&fs, mountpoint.clone(), signals)?;

@@ -121,7 +121,7 @@ fn a_second_signal_ends_at_once() {
 
 #[test]
 fn a_request_that_kills_is_refused_the_third_time_and_the_others_go_on() {
-    let mut place = Place::mount(&[], &[("LEASEFS_TEST_KILL", "handling=poison:1-")]);
+    let mut place = Place::mount(&[], &[("LEASEFS_TEST_ABORT", "handling=poison:1-")]);
     let (good, bad) = (Agent::new(), Agent::new());
     let fd = good.create(&place.claim("good")).expect("free key");
     let first = place.server();
@@ -143,7 +143,7 @@ fn a_kill_point_in_a_file_kills_once() {
     for (point, retried) in [("before-commit", true), ("after-commit", false)] {
         let order = tempfile::NamedTempFile::new().expect("file");
         let path = order.path().to_str().expect("UTF-8").to_owned();
-        let mut place = Place::mount(&[], &[("LEASEFS_TEST_KILL", &path)]);
+        let mut place = Place::mount(&[], &[("LEASEFS_TEST_ABORT", &path)]);
         fs::write(&path, point).expect("order");
         let agent = Agent::new();
         let _ = agent.create(&place.claim("k"));
@@ -155,4 +155,30 @@ fn a_kill_point_in_a_file_kills_once() {
         drop(agent);
         place.unmount();
     }
+}
+
+#[test]
+fn a_close_cut_off_is_handled_again_on_every_kernel() {
+    for options in [&[][..], &["--no-resend"]] {
+        let order = tempfile::NamedTempFile::new().expect("file");
+        let path = order.path().to_str().expect("UTF-8").to_owned();
+        let mut place = Place::mount(options, &[("LEASEFS_TEST_ABORT", &path)]);
+        let agent = Agent::new();
+        let fd = agent.create(&place.claim("k")).expect("free key");
+        fs::write(&path, "before-commit").expect("order");
+        agent.close(fd);
+        wait_for("the server was killed with the release unanswered", || !order.path().exists());
+        wait_for("another took over", || place.log().contains("handled again"));
+        assert!(!place.log().contains("took over the connection: 0"), "{options:?}: {}", place.log());
+        drop(agent);
+        place.unmount();
+    }
+}
+
+#[test]
+fn a_first_server_killed_while_it_makes_its_tables_is_followed_by_another() {
+    let mut place = Place::mount(&[], &[("LEASEFS_TEST_ABORT", "migration")]);
+    assert_eq!(place.number("starts"), Some(2));
+    assert!(place.log().contains("kill point migration"));
+    place.unmount();
 }

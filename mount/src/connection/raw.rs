@@ -82,10 +82,13 @@ pub fn barrier() -> Vec<u8> {
     request(opcode::GETATTR, BARRIER, ROOT, (0, 0), 0, &[0; 16])
 }
 
-/// A close or a lock, as the kernel sent it, but for flags that make no difference here.
+/// A close, a lock or a poll, as the kernel sent it, but for flags that make no difference here.
 pub fn again(record: &Record) -> Vec<u8> {
     let &Record { unique, opcode, pid, ino, handle, ids, owner, kind, range } = record;
-    let body: Vec<u8> = if matches!(opcode, opcode::SETLK | opcode::SETLKW) {
+    let body: Vec<u8> = if opcode == opcode::POLL {
+        let words = [handle, owner].into_iter().flat_map(u64::to_ne_bytes);
+        words.chain([kind, range.0 as u32].into_iter().flat_map(u32::to_ne_bytes)).collect()
+    } else if matches!(opcode, opcode::SETLK | opcode::SETLKW) {
         let words = [handle, owner, range.0, range.1].into_iter().flat_map(u64::to_ne_bytes);
         // The type, a pid that nobody looks at, flags and padding.
         words.chain([kind, pid, 0, 0].into_iter().flat_map(u32::to_ne_bytes)).collect()
@@ -191,6 +194,11 @@ mod tests {
         assert_eq!(
             (lock.len(), u64_at(&lock, 48), u64_at(&lock, 64), u32_at(&lock, 72)),
             (88, Some(6), Some(9), Some(1))
+        );
+        let poll = again(&Record { opcode: opcode::POLL, owner: 6, kind: 1, range: (9, 0), ..record });
+        assert_eq!(
+            (poll.len(), u64_at(&poll, 48), u32_at(&poll, 56), u32_at(&poll, 60)),
+            (64, Some(6), Some(1), Some(9))
         );
         assert_eq!(answered(&refusal(42, libc::EINTR)), Some(42));
         assert_eq!(Header::of(&[0; 12]), None);

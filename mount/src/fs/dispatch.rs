@@ -466,11 +466,11 @@ impl Filesystem for LeaseFs {
         ino: INodeNo,
         fh: FileHandle,
         ph: PollNotifier,
-        _events: PollEvents,
+        events: PollEvents,
         flags: PollFlags,
         reply: ReplyPoll,
     ) {
-        let _handling = self.handling(req, opcode::POLL, ino);
+        let _handling = self.polling(req, ino, fh, (ph.handle().0, flags, events));
         self.do_poll(fh.0, ph, flags.contains(PollFlags::FUSE_POLL_SCHEDULE_NOTIFY), reply);
         self.settle();
     }

@@ -24,7 +24,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use fuser::{FileHandle, INodeNo, Request};
+use fuser::{FileHandle, INodeNo, PollEvents, Request};
 use leasefs::namespaces::{Credentials, Namespace};
 use leasefs::{Engine, KeyId, Now};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -177,6 +177,19 @@ impl LeaseFs {
         let opcode = if sleep { opcode::SETLKW } else { opcode::SETLK };
         let kind = kind.cast_unsigned();
         self.flight.recording(Record { opcode, ino: ino.0, handle, owner, kind, range, ..record_of(req) })
+    }
+
+    /// As [`LeaseFs::handling`], of a poll, whose caller must not take being cut off for the loss of its lease.
+    fn polling(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        asked: (u64, fuser::PollFlags, PollEvents),
+    ) -> Handling<'_> {
+        let (owner, flags, events) = asked;
+        let record = Record { opcode: opcode::POLL, ino: ino.0, handle: handle.0, owner, ..record_of(req) };
+        self.flight.recording(Record { kind: flags.bits(), range: (events.bits().into(), 0), ..record })
     }
 
     /// To be called after every request: records what was decided unless the kernel has more to read right now.
