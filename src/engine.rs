@@ -30,6 +30,7 @@ use crate::key::Key;
 use crate::machine::{Input, KeyState, Reply};
 use crate::metrics::{Gauges, Metrics};
 use crate::namespaces::{Credentials, Namespaces};
+use crate::probe;
 use crate::registry::{Checkpoint, NamespaceRow, Read, Registry, StoredResult};
 use crate::results::Results;
 use crate::time::Now;
@@ -231,6 +232,7 @@ impl Engine {
         };
         for key in due {
             self.submit(key, Input::Tick, now, Box::new(|_| ()));
+            probe::at(probe::EXPIRY);
         }
         let inner = self.inner.lock();
         let waited = now.boot_ns.saturating_sub(inner.batch.since_ns) >= LAZY_NS;
@@ -315,11 +317,18 @@ impl Engine {
             for (draft, key, epoch) in &drafts {
                 self.results.publish(*draft, *key, *epoch, durable).map_err(file_fault)?;
                 published += 1;
+                probe::at(probe::PUBLISH);
             }
             if durable && !drafts.is_empty() {
                 self.results.sync_names().map_err(file_fault)?;
             }
-            if batch.writes.is_empty() { Ok(()) } else { registry.commit(&batch.writes, durable) }
+            if batch.writes.is_empty() {
+                return Ok(());
+            }
+            probe::at(probe::BEFORE_COMMIT);
+            registry.commit(&batch.writes, durable)?;
+            probe::at(probe::AFTER_COMMIT);
+            Ok(())
         };
         let recorded = { publish }();
         if recorded.is_err() {
@@ -434,8 +443,12 @@ impl Engine {
 }
 
 fn answer(ready: Ready) {
-    for (done, result) in ready {
+    let mut ready = ready.into_iter().peekable();
+    while let Some((done, result)) = ready.next() {
         done(result);
+        if ready.peek().is_some() {
+            probe::at(probe::BETWEEN_ANSWERS);
+        }
     }
 }
 

@@ -19,6 +19,7 @@ pub mod key;
 pub mod machine;
 pub mod metrics;
 pub mod namespaces;
+pub mod probe;
 pub mod registry;
 pub mod results;
 pub mod time;

@@ -19,7 +19,7 @@ use nix::unistd::{getegid, geteuid};
 use crate::mountinfo::{FS_TYPE, is_leasefs, mounts};
 
 /// How to mount.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Options {
     /// Every uid may use the tree.
     pub allow_other: bool,
@@ -199,6 +199,18 @@ pub fn disconnect(mountpoint: &Path, detach: bool) -> io::Result<()> {
             Err(io::Error::from_raw_os_error(errno))
         }
         result => result.map_err(io::Error::from),
+    }
+}
+
+/// An orderly stop: unmounts; where files are open, the tree is taken out of sight and ends with the last of them, so
+/// that no lease is cut short. Nothing happens where it is not mounted any more.
+pub fn stop(mountpoint: &Path) {
+    if !is_leasefs(mountpoint).is_ok_and(|mounted| mounted) || disconnect(mountpoint, false).is_ok() {
+        return;
+    }
+    match disconnect(mountpoint, true) {
+        Ok(()) => tracing::info!("files are open: serving them until the last one is closed"),
+        Err(error) => tracing::error!("cannot unmount {}: {error}", mountpoint.display()),
     }
 }
 

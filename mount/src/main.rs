@@ -1,11 +1,16 @@
-//! The `leasefs` binary: see [`cli`] for its commands, [`server`] for what serves a mount.
+//! The `leasefs` binary: see [`cli`] for its commands, [`keeper`] for what holds a mount, [`server`] for what serves it.
 
 mod cli;
 mod clock;
+mod connection;
 mod errno;
+mod flight;
 mod fs;
+mod handover;
 mod ino;
+mod keeper;
 mod kernel_mount;
+mod killpoint;
 mod mountinfo;
 mod openfiles;
 mod process;

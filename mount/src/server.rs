@@ -1,31 +1,34 @@
-//! The server: opens a state directory, connects it to a mountpoint, and answers until it is unmounted.
+//! The server: opens a state directory and answers the kernel on the connection it was handed, until that ends.
+//!
+//! It may end at any instruction: the keeper starts another, which goes on. See [`crate::keeper`].
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Write;
-use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use fuser::{Session, SessionACL};
 use leasefs::engine::Start;
 use leasefs::registry::NamespaceRow;
-use leasefs::registry::sqlite::SqliteRegistry;
+use leasefs::registry::sqlite::{self, SqliteRegistry};
 use leasefs::results::Results;
 use leasefs::{Config, Engine, Error, NamespaceId, RequestId, Ttl};
-use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
+use serde::{Deserialize, Serialize};
 
+use crate::connection::{self, Connection};
+use crate::flight::{Flight, STRIKES, Struck};
 use crate::fs::{Kept, LeaseFs, Settings, survivors};
+use crate::handover::{Handover, Passed};
 use crate::kernel_mount::{self, Options};
 use crate::openfiles::OpenFiles;
-use crate::{clock, mountinfo, timekeeper};
+use crate::{clock, killpoint, mountinfo, timekeeper};
 
 /// How a tree is to be served.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Plan {
     /// Where it is mounted.
     pub mountpoint: PathBuf,
@@ -34,6 +37,7 @@ pub struct Plan {
     /// How it is mounted.
     pub options: Options,
     /// TTL where no namespace sets one.
+    #[serde(with = "crate::handover::ttl_ms")]
     pub ttl: Ttl,
     /// What a success means for a power cut.
     pub durability: leasefs::engine::Durability,
@@ -48,33 +52,27 @@ pub struct Plan {
 /// The log of a background server, in its state directory.
 pub const LOG: &str = "leasefs.log";
 
-/// Serves until the tree is unmounted, logging to the state directory where `log_there`. `ready` is called once it
-/// answers.
+/// Serves a connection that the keeper handed over, until it ends. `ready` is called once the tree answers.
 ///
 /// # Errors
-/// What is wrong and what to do; then nothing is mounted.
-pub fn serve(plan: &Plan, log_there: bool, ready: impl FnOnce()) -> Result<()> {
+/// What is wrong and what to do.
+pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Result<()> {
     raise_file_limit();
-    let timeout_s = kernel_mount::request_timeout_s();
-    if timeout_s > 0 {
-        tracing::warn!(
-            "fs.fuse.max_request_timeout is {timeout_s} s: a wait longer than that would end the mount; set it to 0"
-        );
-        bail!(
-            "fs.fuse.max_request_timeout is {timeout_s} s, and one longer wait would end the whole mount: \
-             run `sysctl fs.fuse.max_request_timeout=0`"
-        );
-    }
-    let mountpoint = kernel_mount::check_mountpoint(&plan.mountpoint)?;
-    let state_dir = make_state_dir(&plan.state_dir, &mountpoint)?;
-    let _lock = lock_state(&state_dir)?;
-    if log_there {
-        redirect_log(&state_dir)?;
-    }
-    let files = Arc::new(OpenFiles::alone()?);
-    let engine = open_engine(plan, &state_dir, &files, false)?;
+    // It was started by another path, and is to be found by its name.
+    let _ = nix::sys::prctl::set_name(c"leasefs");
+    // Blocked before any thread is made, so that only the thread that waits for them gets them.
+    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().collect();
+    signals.thread_block().context("signals")?;
+    let plan = &handover.plan;
+    let (mountpoint, state_dir) = (&plan.mountpoint, &plan.state_dir);
+    let flight = Arc::new(Flight::open(passed.flight)?);
+    let takes_over = flight.has_answered_init();
+    killpoint::arm(&flight);
+    let files = Arc::new(OpenFiles::attach(&passed.files)?);
+    let engine = open_engine(plan, state_dir, &files, takes_over)?;
     let settings = Settings {
         version: env!("CARGO_PKG_VERSION"),
+        mountpoint: mountpoint.clone(),
         state_dir: state_dir.clone(),
         ttl_ms: plan.ttl.as_millis(),
         durability: plan.durability,
@@ -82,47 +80,52 @@ pub fn serve(plan: &Plan, log_there: bool, ready: impl FnOnce()) -> Result<()> {
         max_keys: plan.max_keys,
         max_waiters: plan.max_waiters,
         allow_other: plan.options.allow_other,
-        resend: true,
         mount_owner: geteuid().as_raw(),
         pid: std::process::id(),
+        keeper_pid: handover.keeper_pid,
+        starts: handover.starts,
+        resend: handover.resend,
     };
-    // Blocked before any thread is made, so that only the thread that waits for them gets them.
-    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().collect();
-    signals.thread_block().context("signals")?;
-    let connection = kernel_mount::connect(&mountpoint, &plan.options)?;
-    let mounted = Unmount(mountpoint.clone());
-    let fs = LeaseFs::new(engine, settings, connection.as_fd().try_clone_to_owned()?, files)?;
-    // The kernel lets in whom the mount options say; permissions inside are the tree's.
-    let session = Session::from_fd(fs.clone(), connection, SessionACL::All, fuser::Config::default())
-        .context("the kernel does not speak FUSE as it is needed here")?;
+    let device = passed.device.try_clone().context("descriptors")?;
+    let fs = LeaseFs::new(engine, settings, device, Arc::clone(&flight), files)?;
+    let polls = if takes_over { fs.restore() } else { Vec::new() };
+    let struck = flight.strike(handover.blameless);
+    if let Some(Struck { unique, opcode, ino, count }) = struck {
+        let what = connection::describe(opcode, ino);
+        tracing::warn!("the server before ended while it handled request {unique} ({what}): {count} of {STRIKES}");
+    }
+    fs.shared().set_careful(struck.is_some());
     start_threads(&fs, mountpoint.clone(), signals)?;
-    tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
-    std::thread::scope(|scope| {
-        let running = scope.spawn(|| session.run());
-        if !answers(&mountpoint) {
+    let connection = Connection {
+        device: passed.device,
+        init: &handover.init,
+        resend: handover.resend,
+        flight: &flight,
+        polls: &polls,
+    };
+    connection.run(fs.clone(), || {
+        fs.shared().set_careful(false);
+        tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
+        if !takes_over && !answers(mountpoint) {
             tracing::warn!("{} does not answer yet", mountpoint.display());
         }
         ready();
-        match running.join() {
-            Ok(result) => result.context("the connection to the kernel broke"),
-            Err(_) => bail!("the thread that answers requests failed: see the log above"),
-        }
     })?;
-    drop(mounted);
     fs.shared().engine.flush(clock::now());
-    tracing::info!("unmounted {}", mountpoint.display());
+    drop(passed.lock);
     Ok(())
 }
 
-/// Unmounts when the server ends before somebody else did.
-struct Unmount(PathBuf);
-
-impl Drop for Unmount {
-    fn drop(&mut self) {
-        if mountinfo::is_leasefs(&self.0).is_ok_and(|mounted| mounted) {
-            let _ = kernel_mount::disconnect(&self.0, true);
-        }
-    }
+/// Says whether this program could serve what is served now, without touching it.
+///
+/// # Errors
+/// Why it could not.
+pub fn check(handover: &Handover, passed: Passed) -> Result<()> {
+    Flight::open(passed.flight)?;
+    OpenFiles::attach(&passed.files)?;
+    let state_dir = &handover.plan.state_dir;
+    let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
+    sqlite::can_serve(state_dir).map_err(explain)
 }
 
 /// Whether the mounted root can be looked at: by another process, since the server must not touch its own mount.
@@ -144,32 +147,18 @@ fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<(
     Ok(())
 }
 
-/// An orderly stop: unmounts; where files are open, the tree is taken out of sight and ends with the last of them, so
-/// that no lease is cut short. A second signal does not wait for them.
+/// The keeper is who is to be told to stop; but a service manager may tell every process. Both then unmount, which is
+/// the same as one.
 fn unmount_on_signal(mountpoint: &Path, signals: SigSet) {
-    let mut stopping = false;
     loop {
-        match signals.wait() {
-            Ok(Signal::SIGHUP) | Err(_) => continue,
-            Ok(signal) => tracing::info!("{signal}: unmounting"),
-        }
-        if stopping {
-            tracing::warn!("ending with files open: what is held stays held until its TTL, as orphaned");
-            std::process::exit(1);
-        }
-        stopping = true;
-        if kernel_mount::disconnect(mountpoint, false).is_ok() {
-            continue;
-        }
-        match kernel_mount::disconnect(mountpoint, true) {
-            Ok(()) => tracing::info!("files are open: serving them until the last one is closed"),
-            Err(error) => tracing::error!("cannot unmount {}: {error}", mountpoint.display()),
+        if matches!(signals.wait(), Ok(Signal::SIGTERM | Signal::SIGINT)) {
+            kernel_mount::stop(mountpoint);
         }
     }
 }
 
-/// Opens the engine of a state directory; `takeover` where its last server's connection lives on.
-fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takeover: bool) -> Result<Engine> {
+/// Opens the engine of a state directory; `takes_over` where the connection of its last server lives on.
+fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takes_over: bool) -> Result<Engine> {
     let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
     let results = Results::open(state_dir).map_err(|error| explain(error.into()))?;
     let registry = SqliteRegistry::open(state_dir).map_err(explain)?;
@@ -197,11 +186,11 @@ fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takeover: 
         },
     };
     let boot_id = clock::boot_id().context("/proc is needed to tell one boot from another")?;
-    if !takeover {
+    if !takes_over {
         results.drop_drafts(|_| false);
     }
     let memory = Box::new(Kept(Arc::clone(files)));
-    let survivors = takeover.then(|| survivors(files));
+    let survivors = takes_over.then(|| survivors(files));
     let start = Start { boot_id: &boot_id, now, memory, survivors };
     Engine::open(config, Box::new(registry), results, start).map_err(explain)
 }
@@ -220,7 +209,11 @@ fn message(error: &Error) -> String {
     }
 }
 
-fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
+/// Makes the state directory if it is not there, and sees that it can be used.
+///
+/// # Errors
+/// What is wrong with it and what to do.
+pub fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
     let shown = path.display();
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty())
         && !parent.exists()
@@ -288,26 +281,6 @@ pub fn default_state_dir() -> Result<PathBuf> {
         Some(home) => Ok(home.join(".local/state/leasefs")),
         None => bail!("neither XDG_STATE_HOME nor HOME is set: give --state DIR"),
     }
-}
-
-/// Keeps a second server off the state directory for as long as the value lives.
-fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
-    let path = state_dir.join("lock");
-    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
-    let file = file.with_context(|| format!("{}", path.display()))?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
-        nix::Error::EWOULDBLOCK => anyhow::anyhow!(
-            "state directory {} is already served by another leasefs: unmount that one, or use another --state",
-            state_dir.display()
-        ),
-        errno => anyhow::anyhow!("{}: {errno}", path.display()),
-    })
-}
-
-/// Sends what is logged from here on to the state directory.
-fn redirect_log(state_dir: &Path) -> Result<()> {
-    let log = OpenOptions::new().append(true).create(true).mode(0o600).open(state_dir.join(LOG)).context(LOG)?;
-    nix::unistd::dup2_stderr(log).context(LOG)
 }
 
 /// Drafts and files of `/proc` are kept open: as many as the hard limit allows.

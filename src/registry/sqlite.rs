@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use rusqlite::{Connection, OpenFlags, Row, TransactionBehavior, params};
 
-pub use super::sqlite_read::Reader;
+pub use super::sqlite_read::{Reader, can_serve};
 use super::sqlite_read::{SqliteCheckpoint, SqliteRead};
 use super::{AttemptRow, Checkpoint, KeyRow, Loaded, LoadedKey, NamespaceRow, Read, Registry, Write};
 use crate::error::Error;
@@ -106,6 +106,7 @@ impl SqliteRegistry {
             let steps = if version == 0 { SCHEMA } else { MIGRATE_1 };
             let migrate = connection.transaction_with_behavior(TransactionBehavior::Immediate).and_then(|tx| {
                 tx.execute_batch(steps)?;
+                crate::probe::at(crate::probe::MIGRATION);
                 tx.pragma_update(None, "application_id", APPLICATION_ID)?;
                 tx.pragma_update(None, "user_version", SCHEMA_VERSION)?;
                 tx.commit()

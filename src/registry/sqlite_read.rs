@@ -76,6 +76,24 @@ impl Checkpoint for SqliteCheckpoint {
     }
 }
 
+fn open_read_only(path: &Path) -> Result<Connection, Error> {
+    if let Err(error) = std::fs::metadata(path) {
+        return Err(Error::storage(error.raw_os_error(), format!("{}: {error}", path.display())));
+    }
+    let connection = Connection::open_with_flags(path, reading_flags()).map_err(|e| fault(&e))?;
+    connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
+    check_version(&connection, path)?;
+    Ok(connection)
+}
+
+/// Whether this program could serve the registry of a state directory, be it by bringing it up to date first.
+///
+/// # Errors
+/// [`Error::Storage`] with why not.
+pub fn can_serve(state_dir: &Path) -> Result<(), Error> {
+    open_read_only(&state_dir.join(FILE)).map(drop)
+}
+
 /// Reads a whole registry, also while it is served, and never writes to it.
 pub struct Reader(Connection);
 
@@ -86,12 +104,7 @@ impl Reader {
     /// [`Error::Storage`] where there is none, it cannot be read, or it is not of a version this program knows.
     pub fn open(state_dir: &Path) -> Result<Reader, Error> {
         let path = state_dir.join(FILE);
-        if let Err(error) = std::fs::metadata(&path) {
-            return Err(Error::storage(error.raw_os_error(), format!("{}: {error}", path.display())));
-        }
-        let connection = Connection::open_with_flags(&path, reading_flags()).map_err(|e| fault(&e))?;
-        connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
-        check_version(&connection, &path)?;
+        let connection = open_read_only(&path)?;
         let version = pragma(&connection, "user_version")?;
         if version < SCHEMA_VERSION {
             let path = path.display();

@@ -1,6 +1,6 @@
 //! A mount of one's own for a test, gone again when the test ends, however it ends.
 //!
-//! [`Mount`] starts the real binary on a fresh state directory and mountpoint. Its `Drop` unmounts, ends the server by
+//! [`Mount`] starts the real binary on a fresh state directory and mountpoint. Its `Drop` unmounts, ends the keeper by
 //! pid and removes the directories, also while a failed test unwinds. Every wait is for a state, with a generous bound.
 #![allow(dead_code)]
 
@@ -27,7 +27,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Mount {
     dir: TempDir,
     mounted: bool,
-    server: Option<i32>,
+    keeper: Option<i32>,
 }
 
 impl Mount {
@@ -38,7 +38,7 @@ impl Mount {
         // Other uids walk through it to reach the mountpoint.
         set_mode(dir.path(), 0o755);
         fs::create_dir(dir.path().join("mnt")).expect("mountpoint");
-        let mut mount = Mount { dir, mounted: false, server: None };
+        let mut mount = Mount { dir, mounted: false, keeper: None };
         mount.start(options);
         mount
     }
@@ -63,7 +63,7 @@ impl Mount {
         let output = command.args(options).stdin(Stdio::null()).output().expect("leasefs mount runs");
         assert!(output.status.success(), "leasefs mount failed: {}", String::from_utf8_lossy(&output.stderr));
         self.mounted = true;
-        self.server = self.server_pid();
+        self.keeper = self.keeper_pid();
     }
 
     /// The mountpoint.
@@ -118,9 +118,18 @@ impl Mount {
 
     /// The server's pid, from `.leasefs/config`.
     pub fn server_pid(&self) -> Option<i32> {
+        self.pid_of("pid")
+    }
+
+    /// The pid of the keeper, which starts another server when one ends.
+    pub fn keeper_pid(&self) -> Option<i32> {
+        self.pid_of("keeper_pid")
+    }
+
+    fn pid_of(&self, role: &str) -> Option<i32> {
         let text = fs::read_to_string(self.root().join(".leasefs/config")).ok()?;
         let config: serde_json::Value = serde_json::from_str(&text).ok()?;
-        config["pid"].as_i64().map(|pid| pid as i32)
+        config[role].as_i64().map(|pid| pid as i32)
     }
 
     /// Runs `leasefs` with the mount named in the environment.
@@ -186,10 +195,10 @@ impl Drop for Mount {
         }
         if unmounted != Some(true) {
             // A process of a failed test may still hold a handle, or the server may be stuck: cut its clients off,
-            // detach, and end the server by its pid.
+            // detach, and end the keeper by its pid, which takes the server along.
             let _ = nix::mount::umount2(&self.root(), MntFlags::MNT_FORCE);
             let _ = nix::mount::umount2(&self.root(), MntFlags::MNT_DETACH);
-            if let Some(pid) = self.server {
+            if let Some(pid) = self.keeper {
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }

@@ -61,7 +61,7 @@ fn one_that_is_mounted_already() {
     assert_ok(&place.unmount(&place.mnt()));
 }
 
-/// Kills the server of a tree like a crash would, and whatever would start it again.
+/// Kills the keeper of a tree like a crash would, and the server with it.
 fn kill_server(mnt: &Path) {
     let text = fs::read_to_string(mnt.join(".leasefs/config")).expect("config");
     let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
@@ -71,11 +71,10 @@ fn kill_server(mnt: &Path) {
         .and_then(|stat| stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok())
         .expect("the server's parent");
     let keeper = fs::read_to_string(format!("/proc/{parent}/comm")).is_ok_and(|comm| comm.starts_with("leasefs"));
-    let pids: Vec<i32> = if keeper { vec![parent, server] } else { vec![server] };
-    for pid in &pids {
-        kill(Pid::from_raw(*pid), Signal::SIGKILL).expect("it is there");
-    }
-    for pid in pids {
+    assert!(keeper, "process {parent} is its keeper");
+    kill(Pid::from_raw(parent), Signal::SIGKILL).expect("it is there");
+    // It takes the server along.
+    for pid in [parent, server] {
         wait_for("the server's end", || has_ended(pid));
     }
 }

@@ -15,10 +15,12 @@ pub mod ls;
 pub mod mount;
 pub mod probe;
 pub mod run;
+pub mod serve;
 pub mod show;
 pub mod status;
 pub mod tree;
 pub mod unmount;
+pub mod upgrade;
 pub mod verify;
 pub mod wait;
 
@@ -46,6 +48,8 @@ pub enum Command {
     Mount(mount::Args),
     /// Unmount a lease tree and wait until its server has ended
     Unmount(unmount::Args),
+    /// Have the program on disk take over from the one that serves
+    Upgrade(upgrade::Args),
     /// Run a command while holding one or more keys
     Run(run::Args),
     /// List keys: who holds them, for how long, and how many wait
@@ -60,6 +64,9 @@ pub enum Command {
     Evict(evict::Args),
     /// Check the registry against the invariants, read-only
     Verify(verify::Args),
+    /// Serve a connection that the keeper holds
+    #[command(hide = true)]
+    Serve(serve::Args),
     /// Look at a directory, to see whether a mount answers
     #[command(hide = true)]
     Probe(probe::Args),
@@ -70,6 +77,7 @@ pub fn main() -> ExitCode {
     let (outcome, failure) = match Cli::parse().command {
         Command::Mount(args) => (mount::run(args), EXIT_NO),
         Command::Unmount(args) => (unmount::run(args), EXIT_NO),
+        Command::Upgrade(args) => (upgrade::run(args), EXIT_NO),
         Command::Run(args) => (run::run(args), run::EXIT_FAILURE),
         Command::Ls(args) => (ls::run(args), EXIT_FAILURE),
         Command::Status(args) => (status::run(args), EXIT_FAILURE),
@@ -77,6 +85,7 @@ pub fn main() -> ExitCode {
         Command::Wait(args) => (wait::run(args), EXIT_FAILURE),
         Command::Evict(args) => (evict::run(args), EXIT_FAILURE),
         Command::Verify(args) => (verify::run(args), EXIT_FAILURE),
+        Command::Serve(args) => (serve::run(args), EXIT_NO),
         Command::Probe(args) => (probe::run(args), EXIT_NO),
     };
     match outcome {

@@ -1,4 +1,4 @@
-//! `leasefs mount`: starts a server, in the background unless told otherwise, and returns when the tree answers.
+//! `leasefs mount`: starts a keeper, in the background unless told otherwise, and returns when the tree answers.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -11,6 +11,7 @@ use clap::ValueEnum;
 use leasefs::Ttl;
 use leasefs::engine::Durability;
 
+use crate::keeper::{self, Manner};
 use crate::kernel_mount::Options;
 use crate::server::{self, Plan};
 
@@ -46,6 +47,12 @@ pub struct Args {
     /// The most lock requests of one uid that may wait
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     max_waiters: usize,
+    /// Have calls that wait end with EINTR when the server is replaced, as kernels before 6.9 must
+    #[arg(long)]
+    no_resend: bool,
+    /// The most servers in a row that may fail to get ready, before the keeper gives up
+    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
+    max_starts: u32,
     /// Mount options: ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES, context=LABEL, allow_other
     #[arg(short = 'o', value_name = "OPT[,OPT…]", value_delimiter = ',')]
     options: Vec<String>,
@@ -104,19 +111,21 @@ impl Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let foreground = args.foreground;
     let ready = ready_fd();
+    let manner = Manner { log_there: ready.is_some(), no_resend: args.no_resend, max_starts: args.max_starts };
     let plan = args.plan()?;
     match (foreground, ready) {
-        (_, Some(ready)) => serve_in_background(&plan, ready),
+        (_, Some(ready)) => keep_in_background(&plan, manner, ready),
         (true, None) => {
             log_to_stderr();
-            server::serve(&plan, false, || ())?;
+            keeper::run(&plan, manner, || ())?;
             Ok(ExitCode::SUCCESS)
         }
         (false, None) => start(&plan.state_dir),
     }
 }
 
-fn log_to_stderr() {
+/// Sends the log to stderr; `LEASEFS_LOG` says how much.
+pub fn log_to_stderr() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("LEASEFS_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
     let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).try_init();
@@ -133,11 +142,11 @@ fn ready_fd() -> Option<OwnedFd> {
     Some(fd)
 }
 
-/// The background server: its first message goes to whoever started it, the rest to its log.
-fn serve_in_background(plan: &Plan, ready: OwnedFd) -> Result<ExitCode> {
+/// The background keeper: its first message goes to whoever started it, the rest to its log.
+fn keep_in_background(plan: &Plan, manner: Manner, ready: OwnedFd) -> Result<ExitCode> {
     log_to_stderr();
     let mut ready = Some(std::fs::File::from(ready));
-    let outcome = server::serve(plan, true, || {
+    let outcome = keeper::run(plan, manner, || {
         if let Some(mut pipe) = ready.take() {
             let _ = pipe.write_all(b"ready");
         }
@@ -148,7 +157,10 @@ fn serve_in_background(plan: &Plan, ready: OwnedFd) -> Result<ExitCode> {
             let _ = pipe.write_all(format!("{error:#}").as_bytes());
             Ok(ExitCode::FAILURE)
         }
-        (Err(error), None) => Err(error),
+        (Err(error), None) => {
+            tracing::error!("{error:#}");
+            Ok(ExitCode::FAILURE)
+        }
     }
 }
 
@@ -172,7 +184,7 @@ fn start(state_dir: &Path) -> Result<ExitCode> {
     let mut child = command.spawn().context("cannot start the server")?;
     drop(theirs);
     let mut said = String::new();
-    std::fs::File::from(ours).read_to_string(&mut said).context("the server's first word")?;
+    std::fs::File::from(ours).read_to_string(&mut said).context("the keeper's first word")?;
     if said == "ready" {
         return Ok(ExitCode::SUCCESS);
     }

@@ -28,7 +28,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if !mountinfo::is_leasefs(&path)? {
         bail!("{shown} is not a leasefs mount: see `findmnt -t {}`", mountinfo::FS_TYPE);
     }
-    let server = server_of(&path);
+    let keeper = keeper_of(&path);
     match kernel_mount::disconnect(&path, false) {
         Ok(()) => {}
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => bail!(
@@ -40,7 +40,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
         Err(error) => bail!("cannot unmount {shown}: {error}"),
     }
-    if let Some((pid, state_dir)) = server {
+    if let Some((pid, state_dir)) = keeper {
         wait_for_end(pid, &state_dir)?;
     }
     Ok(ExitCode::SUCCESS)
@@ -61,21 +61,22 @@ fn resolve(path: &Path) -> std::io::Result<PathBuf> {
     }
 }
 
-/// The pid and state directory that the tree itself names.
-fn server_of(mountpoint: &Path) -> Option<(u32, PathBuf)> {
+/// The keeper's pid and the state directory, which the tree itself names.
+fn keeper_of(mountpoint: &Path) -> Option<(u32, PathBuf)> {
     let text = std::fs::read_to_string(mountpoint.join(".leasefs/config")).ok()?;
     let config: serde_json::Value = serde_json::from_str(&text).ok()?;
-    let pid = u32::try_from(config["pid"].as_u64()?).ok()?;
+    let pid = u32::try_from(config["keeper_pid"].as_u64()?).ok()?;
     Some((pid, PathBuf::from(config["state_dir"].as_str()?)))
 }
 
-/// The server ends by itself once the kernel has let go of the tree; until then its state directory is in use.
+/// Server and keeper end by themselves once the kernel has let go of the tree, in this order; until then the state
+/// directory is in use.
 fn wait_for_end(pid: u32, state_dir: &Path) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     let process = PathBuf::from(format!("/proc/{pid}/exe"));
     while std::fs::read_link(&process).is_ok() {
         if Instant::now() > deadline {
-            bail!("unmounted, but the server (pid {pid}) of {} has not ended yet: see its log", state_dir.display());
+            bail!("unmounted, but the keeper (pid {pid}) of {} has not ended yet: see its log", state_dir.display());
         }
         std::thread::sleep(Duration::from_millis(2));
     }

@@ -154,20 +154,11 @@ impl LeaseFs {
         if request.range == WHOLE_FILE { Ok(claim) } else { Err(Errno::EINVAL) }
     }
 
-    /// Answers a lock request, here or later.
-    pub fn lock(&self, req: &Caller, request: &LockRequest, answer: impl FnOnce(Result<(), Errno>) + Send + 'static) {
+    pub(super) fn lock(&self, req: &Caller, request: &LockRequest, reply: ReplyEmpty) {
         let now = clock::now();
         let (key, opener) = match self.lockable(request) {
             Ok(claim) => claim,
-            Err(refused) => return answer(Err(refused)),
-        };
-        if !self.settings.resend {
-            self.keep_lock(req, request, Node::Claim(key).ino().0);
-        }
-        let (fs, unique) = (self.clone(), req.unique());
-        let answer = move |result: Result<(), Errno>| {
-            answer(result);
-            fs.forget_lock(unique);
+            Err(refused) => return reply.error(refused),
         };
         let locker = self.processes.identify(req.pid());
         let handle = Handle(request.handle);
@@ -177,28 +168,34 @@ impl LeaseFs {
             libc::F_RDLCK => Mode::Shared,
             _ => {
                 let input = Input::Unlock { handle, owner };
-                let done = |result: Result<_, Error>| answer(result.map(drop).map_err(|error| errno(&error)));
-                return self.engine.submit(key, input, now, Box::new(done));
+                return self.engine.submit(key, input, now, Box::new(|result| finish(reply, result)));
             }
         };
         let namespace_allows = self.engine.view(key, |entry, tree| {
             tree.get(entry.namespace).is_some_and(|namespace| self.allowed(req, namespace, 0o3))
         });
         if namespace_allows != Some(true) {
-            return answer(Err(Errno::EACCES));
+            return reply.error(Errno::EACCES);
         }
         let claimant = self.claimant(req, &opener, &locker);
-        let wait = request.sleep.then(|| self.engine.new_waiter());
-        if let Some(waiter) = wait {
+        let mut wait = None;
+        if request.sleep {
+            let Some(place) = self.flight.park(req.unique()) else { return reply.error(Errno::ENOLCK) };
+            let waiter = self.engine.new_waiter();
             self.watcher.add(Wait::Lock(waiter), req.pid());
+            wait = Some((waiter, place));
         }
         let fs = self.clone();
-        let done = move |result: Result<_, Error>| {
-            if let Some(waiter) = wait {
+        let done = move |result| {
+            if let Some((waiter, _)) = wait {
                 fs.watcher.remove(Wait::Lock(waiter));
             }
-            answer(result.map(drop).map_err(|error| errno(&error)));
+            finish(reply, result);
+            if let Some((_, place)) = wait {
+                fs.flight.unpark(place);
+            }
         };
+        let wait = wait.map(|(waiter, _)| waiter);
         self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
     }
 

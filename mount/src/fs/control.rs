@@ -12,6 +12,7 @@ use super::handles::{Open, Snapshot};
 use super::{Caller, LeaseFs, Shared};
 use crate::clock;
 use crate::errno::errno;
+use crate::flight::Place;
 use crate::ino::Control;
 use crate::process::{self, Seen};
 use crate::watcher::Wait;
@@ -35,6 +36,7 @@ struct Reader {
     next: u64,
     size: usize,
     reply: ReplyData,
+    place: Place,
 }
 
 /// An order written to `.leasefs/control`.
@@ -144,11 +146,12 @@ impl LeaseFs {
         if nonblock {
             return reply.error(Errno::EAGAIN);
         }
+        let Some(place) = self.flight.park(req.unique()) else { return reply.error(Errno::ENOMEM) };
         {
             let mut parked = self.parked.lock();
             parked.last += 1;
             let number = parked.last;
-            parked.readers.insert(number, Reader { handle, next, size, reply });
+            parked.readers.insert(number, Reader { handle, next, size, reply, place });
             self.engine.set_watched(true);
             self.watcher.add(Wait::Events(number), req.pid());
         }
@@ -288,6 +291,7 @@ impl Shared {
             } else {
                 self.watcher.remove(Wait::Events(number));
                 reader.reply.data(&bytes);
+                self.flight.unpark(reader.place);
             }
         }
     }
@@ -296,6 +300,7 @@ impl Shared {
     pub(super) fn interrupt_events(&self, number: u64) {
         if let Some(reader) = self.parked.lock().readers.remove(&number) {
             reader.reply.error(Errno::EINTR);
+            self.flight.unpark(reader.place);
         }
     }
 

@@ -18,10 +18,9 @@ use super::handles::Open;
 use super::names::{Change, finish};
 use super::{Caller, LeaseFs};
 use crate::clock;
+use crate::connection::MAX_WRITE;
+use crate::flight::opcode;
 use crate::ino::{Control, Node, Tree};
-
-/// Most bytes in one write request.
-const MAX_WRITE: u32 = 1 << 17;
 
 /// What an open handle is, without the lock on the table.
 enum Kind {
@@ -102,26 +101,31 @@ impl Filesystem for LeaseFs {
     }
 
     // Also what has no answer, or needs no thought, may be the last that the kernel had to read.
-    fn forget(&self, _req: &Request, _ino: INodeNo, _nlookup: u64) {
+    fn forget(&self, req: &Request, ino: INodeNo, _nlookup: u64) {
+        let _handling = self.handling(req, opcode::FORGET, ino);
         self.settle();
     }
 
-    fn opendir(&self, _req: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+    fn opendir(&self, req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        let _handling = self.handling(req, opcode::OPENDIR, ino);
         reply.opened(FileHandle(0), fuser::FopenFlags::empty());
         self.settle();
     }
 
-    fn releasedir(&self, _req: &Request, _: INodeNo, _: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
+    fn releasedir(&self, req: &Request, ino: INodeNo, _: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
+        let _handling = self.handling(req, opcode::RELEASEDIR, ino);
         reply.ok();
         self.settle();
     }
 
-    fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    fn lookup(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _handling = self.handling_name(req, opcode::LOOKUP, parent, name);
         self.do_lookup(parent, name, reply);
         self.settle();
     }
 
     fn getattr(&self, req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
+        let _handling = self.handling(req, opcode::GETATTR, ino);
         self.do_getattr(&self.caller(req), ino, fh.map(|handle| handle.0), reply);
         self.settle();
     }
@@ -144,12 +148,14 @@ impl Filesystem for LeaseFs {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
+        let _handling = self.handling(req, opcode::SETATTR, ino);
         let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|handle| handle.0) };
         self.do_setattr(&self.caller(req), ino, change, reply);
         self.settle();
     }
 
-    fn readlink(&self, _req: &Request, ino: INodeNo, reply: ReplyData) {
+    fn readlink(&self, req: &Request, ino: INodeNo, reply: ReplyData) {
+        let _handling = self.handling(req, opcode::READLINK, ino);
         match Node::of(ino) {
             Some(Node::Latest(key)) => self.read_latest(key, reply),
             _ => reply.error(Errno::EINVAL),
@@ -157,17 +163,20 @@ impl Filesystem for LeaseFs {
         self.settle();
     }
 
-    fn mknod(&self, _req: &Request, _: INodeNo, _: &OsStr, _: u32, _: u32, _: u32, reply: ReplyEntry) {
+    fn mknod(&self, req: &Request, ino: INodeNo, _: &OsStr, _: u32, _: u32, _: u32, reply: ReplyEntry) {
+        let _handling = self.handling(req, opcode::MKNOD, ino);
         reply.error(Errno::EPERM);
         self.settle();
     }
 
     fn mkdir(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+        let _handling = self.handling_name(req, opcode::MKDIR, parent, name);
         self.do_mkdir(&self.caller(req), parent, name, mode & !umask, reply);
         self.settle();
     }
 
     fn unlink(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _handling = self.handling_name(req, opcode::UNLINK, parent, name);
         match LeaseFs::parent_of(parent) {
             Some(parent) => self.unlink_claim(&self.caller(req), parent, name, reply),
             None => reply.error(Errno::EPERM),
@@ -176,21 +185,25 @@ impl Filesystem for LeaseFs {
     }
 
     fn rmdir(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _handling = self.handling_name(req, opcode::RMDIR, parent, name);
         self.do_rmdir(&self.caller(req), parent, name, reply);
         self.settle();
     }
 
-    fn symlink(&self, _req: &Request, _: INodeNo, _: &OsStr, _: &Path, reply: ReplyEntry) {
+    fn symlink(&self, req: &Request, ino: INodeNo, _: &OsStr, _: &Path, reply: ReplyEntry) {
+        let _handling = self.handling(req, opcode::SYMLINK, ino);
         reply.error(Errno::EPERM);
         self.settle();
     }
 
-    fn rename(&self, _req: &Request, _: INodeNo, _: &OsStr, _: INodeNo, _: &OsStr, _: RenameFlags, reply: ReplyEmpty) {
+    fn rename(&self, req: &Request, ino: INodeNo, _: &OsStr, _: INodeNo, _: &OsStr, _: RenameFlags, reply: ReplyEmpty) {
+        let _handling = self.handling(req, opcode::RENAME, ino);
         reply.error(Errno::EPERM);
         self.settle();
     }
 
-    fn link(&self, _req: &Request, _: INodeNo, _: INodeNo, _: &OsStr, reply: ReplyEntry) {
+    fn link(&self, req: &Request, ino: INodeNo, _: INodeNo, _: &OsStr, reply: ReplyEntry) {
+        let _handling = self.handling(req, opcode::LINK, ino);
         reply.error(Errno::EPERM);
         self.settle();
     }
@@ -205,6 +218,7 @@ impl Filesystem for LeaseFs {
         flags: i32,
         reply: ReplyCreate,
     ) {
+        let _handling = self.handling_name(req, opcode::CREATE, parent, name);
         match Node::of(parent) {
             Some(Node::Namespace(Tree::Claims, parent)) => {
                 self.create_claim(&self.caller(req), parent, name, flags, reply)
@@ -216,6 +230,7 @@ impl Filesystem for LeaseFs {
     }
 
     fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let _handling = self.handling(req, opcode::OPEN, ino);
         match Node::of(ino) {
             Some(Node::Claim(key)) => self.open_claim(&self.caller(req), key, reply),
             Some(Node::Status(key)) => self.open_status(&self.caller(req), key, flags.0, reply),
@@ -229,7 +244,7 @@ impl Filesystem for LeaseFs {
     fn read(
         &self,
         req: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         size: u32,
@@ -237,6 +252,7 @@ impl Filesystem for LeaseFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let _handling = self.handling(req, opcode::READ, ino);
         match self.kind_of(fh) {
             Some(Kind::Claim(key)) => self.read_claim(fh.0, key, offset, size, reply),
             Some(Kind::Status(key)) => self.read_status(fh.0, key, offset, size, reply),
@@ -253,7 +269,7 @@ impl Filesystem for LeaseFs {
     fn write(
         &self,
         req: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         data: &[u8],
@@ -262,6 +278,7 @@ impl Filesystem for LeaseFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let _handling = self.handling(req, opcode::WRITE, ino);
         match self.kind_of(fh) {
             Some(Kind::Claim(key)) => self.write_note(fh.0, key, data, reply),
             Some(Kind::Bytes) => {
@@ -273,7 +290,8 @@ impl Filesystem for LeaseFs {
         self.settle();
     }
 
-    fn flush(&self, req: &Request, _ino: INodeNo, fh: FileHandle, _lock_owner: LockOwner, reply: ReplyEmpty) {
+    fn flush(&self, req: &Request, ino: INodeNo, fh: FileHandle, _lock_owner: LockOwner, reply: ReplyEmpty) {
+        let _handling = self.closing(req, opcode::FLUSH, ino, fh);
         match self.kind_of(fh) {
             Some(Kind::Bytes) => self.flush_draft(&self.caller(req), fh.0, reply),
             _ => reply.ok(),
@@ -283,14 +301,15 @@ impl Filesystem for LeaseFs {
 
     fn release(
         &self,
-        _req: &Request,
-        _ino: INodeNo,
+        req: &Request,
+        ino: INodeNo,
         fh: FileHandle,
         _flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
         _flush: bool,
         reply: ReplyEmpty,
     ) {
+        let _handling = self.closing(req, opcode::RELEASE, ino, fh);
         let open = self.handles.lock().remove(&fh.0);
         self.forget_polls(fh.0);
         match open {
@@ -307,7 +326,8 @@ impl Filesystem for LeaseFs {
         self.settle();
     }
 
-    fn fsync(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+    fn fsync(&self, req: &Request, ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        let _handling = self.handling(req, opcode::FSYNC, ino);
         match self.kind_of(fh) {
             Some(Kind::Bytes) => self.sync_draft(fh.0, reply),
             // Anywhere else it says: whatever was decided so far is in the registry.
@@ -316,17 +336,20 @@ impl Filesystem for LeaseFs {
         self.settle();
     }
 
-    fn readdir(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, reply: ReplyDirectory) {
+    fn readdir(&self, req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, reply: ReplyDirectory) {
+        let _handling = self.handling(req, opcode::READDIR, ino);
         self.do_readdir(ino, offset, reply);
         self.settle();
     }
 
-    fn fsyncdir(&self, _req: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+    fn fsyncdir(&self, req: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        let _handling = self.handling(req, opcode::FSYNCDIR, ino);
         reply.ok();
         self.settle();
     }
 
-    fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+    fn statfs(&self, req: &Request, ino: INodeNo, reply: ReplyStatfs) {
+        let _handling = self.handling(req, opcode::STATFS, ino);
         // The state directory's disk is what can fill up.
         match nix::sys::statvfs::statvfs(&self.settings.state_dir) {
             Ok(disk) => reply.statfs(
@@ -354,6 +377,7 @@ impl Filesystem for LeaseFs {
         _position: u32,
         reply: ReplyEmpty,
     ) {
+        let _handling = self.handling(req, opcode::SETXATTR, ino);
         match std::str::from_utf8(value).ok().and_then(|text| text.parse::<Ttl>().ok()) {
             _ if name.as_encoded_bytes() != TTL_XATTR => reply.error(Errno::EOPNOTSUPP),
             Some(ttl) => self.set_ttl(&self.caller(req), ino, Some(ttl), reply),
@@ -362,7 +386,8 @@ impl Filesystem for LeaseFs {
         self.settle();
     }
 
-    fn getxattr(&self, _req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+    fn getxattr(&self, req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let _handling = self.handling(req, opcode::GETXATTR, ino);
         match self.ttl_of(ino).filter(|_| name.as_encoded_bytes() == TTL_XATTR) {
             Some(ttl) => answer_xattr(ttl.to_string().as_bytes(), size, reply),
             None => reply.error(Errno::ENODATA),
@@ -370,13 +395,15 @@ impl Filesystem for LeaseFs {
         self.settle();
     }
 
-    fn listxattr(&self, _req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+    fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        let _handling = self.handling(req, opcode::LISTXATTR, ino);
         let names = if self.ttl_of(ino).is_some() { [TTL_XATTR, b"\0"].concat() } else { Vec::new() };
         answer_xattr(&names, size, reply);
         self.settle();
     }
 
     fn removexattr(&self, req: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _handling = self.handling(req, opcode::REMOVEXATTR, ino);
         if name.as_encoded_bytes() == TTL_XATTR && self.ttl_of(ino).is_some() {
             self.set_ttl(&self.caller(req), ino, None, reply);
         } else {
@@ -388,7 +415,7 @@ impl Filesystem for LeaseFs {
     fn getlk(
         &self,
         req: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         lock_owner: LockOwner,
         start: u64,
@@ -397,6 +424,7 @@ impl Filesystem for LeaseFs {
         _pid: u32,
         reply: ReplyLock,
     ) {
+        let _handling = self.handling(req, opcode::GETLK, ino);
         let range = (start, end);
         let request = LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep: false };
         self.test_lock(&self.caller(req), &request, reply);
@@ -406,7 +434,7 @@ impl Filesystem for LeaseFs {
     fn setlk(
         &self,
         req: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         lock_owner: LockOwner,
         start: u64,
@@ -418,17 +446,15 @@ impl Filesystem for LeaseFs {
     ) {
         let range = (start, end);
         let request = LockRequest { handle: fh.0, owner: lock_owner.0, range, kind: typ, sleep };
-        self.lock(&self.caller(req), &request, |result| match result {
-            Ok(()) => reply.ok(),
-            Err(refused) => reply.error(refused),
-        });
+        let _handling = self.locking(req, ino, &request);
+        self.lock(&self.caller(req), &request, reply);
         self.settle();
     }
 
     fn ioctl(
         &self,
-        _req: &Request,
-        _: INodeNo,
+        req: &Request,
+        ino: INodeNo,
         _: FileHandle,
         _: IoctlFlags,
         _: u32,
@@ -436,30 +462,34 @@ impl Filesystem for LeaseFs {
         _: u32,
         reply: ReplyIoctl,
     ) {
+        let _handling = self.handling(req, opcode::IOCTL, ino);
         reply.error(Errno::ENOTTY);
         self.settle();
     }
 
     fn poll(
         &self,
-        _req: &Request,
-        _ino: INodeNo,
+        req: &Request,
+        ino: INodeNo,
         fh: FileHandle,
         ph: PollNotifier,
-        _events: PollEvents,
+        events: PollEvents,
         flags: PollFlags,
         reply: ReplyPoll,
     ) {
+        let _handling = self.polling(req, ino, fh, (ph.handle().0, flags, events));
         self.do_poll(fh.0, ph, flags.contains(PollFlags::FUSE_POLL_SCHEDULE_NOTIFY), reply);
         self.settle();
     }
 
-    fn fallocate(&self, _req: &Request, _: INodeNo, _: FileHandle, _: u64, _: u64, _: i32, reply: ReplyEmpty) {
+    fn fallocate(&self, req: &Request, ino: INodeNo, _: FileHandle, _: u64, _: u64, _: i32, reply: ReplyEmpty) {
+        let _handling = self.handling(req, opcode::FALLOCATE, ino);
         reply.error(Errno::EOPNOTSUPP);
         self.settle();
     }
 
-    fn lseek(&self, _req: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
+    fn lseek(&self, req: &Request, ino: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
+        let _handling = self.handling(req, opcode::LSEEK, ino);
         // The kernel then seeks by the file's size.
         reply.error(Errno::ENOSYS);
         self.settle();

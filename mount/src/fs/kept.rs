@@ -13,7 +13,7 @@ use leasefs::machine::{Claimant, Process, Share, Standing};
 use leasefs::namespaces::Credentials;
 use leasefs::{Handle, KeyId, Owner, RequestId};
 
-use super::claims::{KnownOwner, LockRequest};
+use super::claims::KnownOwner;
 use super::handles::{Draft, Open, Snapshot};
 use super::{Caller, LeaseFs, Shared};
 use crate::ino::{Control, Node};
@@ -30,7 +30,6 @@ const ORDERS: u64 = 7;
 const SHARE: u64 = 8;
 const OWNER: u64 = 9;
 const POLL: u64 = 10;
-const LOCK: u64 = 11;
 
 // Words of an open file.
 const HANDLE: usize = 1;
@@ -72,10 +71,6 @@ fn owner_name(number: u64, handle: Handle) -> Name {
 
 fn share_name(handle: Handle, owner: Owner) -> Name {
     (SHARE, handle.0, owner.0)
-}
-
-fn lock_name(unique: u64) -> Name {
-    (LOCK, unique, 0)
 }
 
 /// A command's name as two words: `comm` has fifteen bytes at most.
@@ -308,46 +303,13 @@ impl Shared {
     pub(super) fn forget_owner(&self, number: u64, handle: Handle) {
         self.files.remove(owner_name(number, handle));
     }
-
-    /// Keeps a lock request until it is answered, where the kernel will not send it again.
-    pub(super) fn keep_lock(&self, caller: &Caller, request: &LockRequest, ino: u64) {
-        let mut words = [0; WORDS];
-        let fields = [
-            LOCK,
-            caller.unique(),
-            request.handle,
-            ino,
-            request.owner,
-            request.range.0,
-            request.range.1,
-            pair(request.kind.cast_unsigned(), request.sleep.into()),
-            caller.pid().into(),
-            pair(caller.uid(), caller.gid()),
-        ];
-        words[..fields.len()].copy_from_slice(&fields);
-        self.files.insert(lock_name(caller.unique()), words);
-    }
-
-    /// A lock request was answered.
-    pub(super) fn forget_lock(&self, unique: u64) {
-        self.files.remove(lock_name(unique));
-    }
-}
-
-/// A lock request that the last server did not answer, to be answered by this one.
-pub struct LeftLock {
-    /// Who asked.
-    pub caller: Caller,
-    /// What for.
-    pub request: LockRequest,
 }
 
 impl LeaseFs {
     /// Goes on with what the last server of the connection kept: its open files, and the owners of its locks. Gives
-    /// the kernel's numbers of the polls to be woken, and the lock requests that were not answered, in the order of
-    /// their arrival.
-    pub fn restore(&self) -> (Vec<u64>, Vec<LeftLock>) {
-        let (mut polls, mut locks) = (Vec::new(), Vec::new());
+    /// the kernel's numbers of the polls to be woken.
+    pub fn restore(&self) -> Vec<u64> {
+        let mut polls = Vec::new();
         let mut kept: HashMap<u64, HashSet<u64>> = HashMap::new();
         for (slot, words) in self.files.all() {
             match words[0] {
@@ -358,10 +320,6 @@ impl LeaseFs {
                 // Woken, whoever polls looks again.
                 POLL => {
                     polls.push(words[2]);
-                    self.files.free(slot);
-                }
-                LOCK => {
-                    locks.push(self.left_lock(&words));
                     self.files.free(slot);
                 }
                 SHARE => {}
@@ -375,10 +333,9 @@ impl LeaseFs {
                 }
             });
         }
-        locks.sort_by_key(|left: &LeftLock| left.caller.unique());
         let drafts: HashSet<Handle> = self.open_drafts();
         self.engine.results.drop_drafts(|draft| drafts.contains(&draft));
-        (polls, locks)
+        polls
     }
 
     fn open_drafts(&self) -> HashSet<Handle> {
@@ -393,19 +350,6 @@ impl LeaseFs {
         let mut owners = self.owners.lock();
         let fresh = || KnownOwner { owner: Owner(words[3]), process, handles: HashSet::new() };
         owners.entry(number).or_insert_with(fresh).handles.insert(handle);
-    }
-
-    fn left_lock(&self, words: &Words) -> LeftLock {
-        let ((kind, sleep), (uid, gid)) = (split(words[7]), split(words[9]));
-        let caller = Caller::kept(words[1], self.salt, uid, gid, u32::try_from(words[8]).unwrap_or(0));
-        let request = LockRequest {
-            handle: words[2],
-            owner: words[4],
-            range: (words[5], words[6]),
-            kind: kind.cast_signed(),
-            sleep: sleep != 0,
-        };
-        LeftLock { caller, request }
     }
 
     fn restore_open(&self, slot: Slot, words: &Words) {

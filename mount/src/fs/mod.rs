@@ -21,25 +21,27 @@ mod names;
 mod results;
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use fuser::Request;
+use fuser::{FileHandle, INodeNo, PollEvents, Request};
 use leasefs::namespaces::{Credentials, Namespace};
 use leasefs::{Engine, KeyId, Now, RequestId};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
 
-use crate::clock;
+use crate::flight::{Flight, Handling, Record, opcode};
 use crate::openfiles::OpenFiles;
 use crate::process::{self, Processes};
 use crate::timekeeper::Alarm;
 use crate::watcher::{Wait, Watcher};
-use claims::KnownOwner;
+use crate::{clock, killpoint};
+use claims::{KnownOwner, LockRequest};
 use control::{Parked, Polls};
 use handles::Open;
-pub use kept::{Kept, LeftLock, survivors};
+pub use kept::{Kept, survivors};
 
 /// Requests that may be gathered while the kernel has more to read, before what they decided is recorded.
 const MAX_GATHERED: u32 = 64;
@@ -49,6 +51,8 @@ const MAX_GATHERED: u32 = 64;
 pub struct Settings {
     /// The program's version.
     pub version: &'static str,
+    /// Where the tree is mounted.
+    pub mountpoint: std::path::PathBuf,
     /// Where the registry is.
     pub state_dir: std::path::PathBuf,
     /// TTL where no namespace sets one, in milliseconds.
@@ -63,12 +67,16 @@ pub struct Settings {
     pub max_waiters: usize,
     /// Whether every uid may use the tree.
     pub allow_other: bool,
-    /// Whether the kernel sends unanswered requests again to a server that takes over.
-    pub resend: bool,
     /// Who mounted it.
     pub mount_owner: u32,
     /// The server's pid.
     pub pid: u32,
+    /// The pid of the keeper, which starts another server when this one ends.
+    pub keeper_pid: u32,
+    /// How many servers this connection has had, with this one.
+    pub starts: u32,
+    /// A request a server left unanswered is sent again to the next; without that, it ends with `EINTR`.
+    pub resend: bool,
 }
 
 /// Everything the server's threads share.
@@ -83,6 +91,10 @@ pub struct Shared {
     pub writer: Alarm,
     /// Ends waits on a signal.
     pub watcher: Watcher,
+    /// What the next server needs to know, should this one be killed.
+    pub flight: Arc<Flight>,
+    /// Records each decision by itself, so that the one that kills the server is known.
+    careful: AtomicBool,
     device: OwnedFd,
     files: Arc<OpenFiles>,
     salt: u64,
@@ -168,7 +180,13 @@ impl LeaseFs {
     ///
     /// # Errors
     /// Those of making the alarms.
-    pub fn new(engine: Engine, settings: Settings, device: OwnedFd, files: Arc<OpenFiles>) -> std::io::Result<LeaseFs> {
+    pub fn new(
+        engine: Engine,
+        settings: Settings,
+        device: OwnedFd,
+        flight: Arc<Flight>,
+        files: Arc<OpenFiles>,
+    ) -> std::io::Result<LeaseFs> {
         let salt = files.salt(engine.generation());
         Ok(LeaseFs(Arc::new(Shared {
             engine,
@@ -176,6 +194,8 @@ impl LeaseFs {
             timekeeper: Alarm::new()?,
             writer: Alarm::new()?,
             watcher: Watcher::default(),
+            flight,
+            careful: AtomicBool::new(false),
             device,
             files,
             salt,
@@ -195,11 +215,49 @@ impl LeaseFs {
         &self.0
     }
 
+    /// To be called before every request, and kept until it is settled: notes which one it is.
+    fn handling(&self, req: &Request, opcode: u32, ino: INodeNo) -> Handling<'_> {
+        self.flight.handling(req.unique().0, opcode, ino.0)
+    }
+
+    /// As [`LeaseFs::handling`], of a request that names a file.
+    fn handling_name(&self, req: &Request, opcode: u32, parent: INodeNo, name: &OsStr) -> Handling<'_> {
+        let handling = self.handling(req, opcode, parent);
+        killpoint::kill_point(killpoint::HANDLING, name.as_encoded_bytes());
+        handling
+    }
+
+    /// As [`LeaseFs::handling`], of a close, whose effect must not be lost.
+    fn closing(&self, req: &Request, opcode: u32, ino: INodeNo, handle: FileHandle) -> Handling<'_> {
+        self.flight.recording(Record { opcode, ino: ino.0, handle: handle.0, ..record_of(req) })
+    }
+
+    /// As [`LeaseFs::handling`], of a lock.
+    fn locking(&self, req: &Request, ino: INodeNo, lock: &LockRequest) -> Handling<'_> {
+        let &LockRequest { handle, owner, range, kind, sleep } = lock;
+        let opcode = if sleep { opcode::SETLKW } else { opcode::SETLK };
+        let kind = kind.cast_unsigned();
+        self.flight.recording(Record { opcode, ino: ino.0, handle, owner, kind, range, ..record_of(req) })
+    }
+
+    /// As [`LeaseFs::handling`], of a poll, whose caller must not take being cut off for the loss of its lease.
+    fn polling(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        asked: (u64, fuser::PollFlags, PollEvents),
+    ) -> Handling<'_> {
+        let (owner, flags, events) = asked;
+        let record = Record { opcode: opcode::POLL, ino: ino.0, handle: handle.0, owner, ..record_of(req) };
+        self.flight.recording(Record { kind: flags.bits(), range: (events.bits().into(), 0), ..record })
+    }
+
     /// To be called after every request: records what was decided unless the kernel has more to read right now.
     fn settle(&self) {
         if self.engine.is_urgent() {
             let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
-            if gathered >= MAX_GATHERED || !self.has_more() {
+            if gathered >= MAX_GATHERED || self.careful.load(Ordering::Relaxed) || !self.has_more() {
                 self.gathered.store(0, Ordering::Relaxed);
                 self.flush(clock::now());
             }
@@ -252,7 +310,16 @@ impl LeaseFs {
     }
 }
 
+fn record_of(req: &Request) -> Record {
+    Record { unique: req.unique().0, pid: req.pid(), ids: (req.uid(), req.gid()), ..Record::default() }
+}
+
 impl Shared {
+    /// Has each decision be recorded by itself, or not.
+    pub fn set_careful(&self, careful: bool) {
+        self.careful.store(careful, Ordering::Relaxed);
+    }
+
     /// Records what was decided, on this thread or, where that may take long, on the writer's.
     pub fn flush(&self, now: Now) {
         if self.engine.is_slow() {

@@ -1,0 +1,50 @@
+//! `leasefs serve`: what the keeper starts. Not for people.
+
+use std::fs::File;
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+use crate::handover::{ABLE, Handover, READY};
+use crate::server;
+
+/// Arguments of `leasefs serve`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Only say whether this program can take over
+    #[arg(long)]
+    check: bool,
+}
+
+/// Serves, or says whether it could.
+///
+/// # Errors
+/// Where the keeper did not start it, or of another version.
+pub fn run(args: Args) -> Result<ExitCode> {
+    super::mount::log_to_stderr();
+    let (handover, passed, report) = Handover::take()?;
+    let mut report = Some(File::from(report));
+    let mut say = |text: &str| {
+        if let Some(mut report) = report.take() {
+            let _ = report.write_all(text.as_bytes());
+        }
+    };
+    let outcome = if args.check {
+        server::check(&handover, passed).inspect(|()| say(&format!("{ABLE}{}", env!("CARGO_PKG_VERSION"))))
+    } else {
+        server::serve(&handover, passed, || say(READY))
+    };
+    match outcome {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            // The keeper passes the first on to whoever mounts; who was ready already has only the log.
+            if report.is_none() {
+                tracing::error!("{error:#}");
+            } else if let Some(mut report) = report {
+                let _ = report.write_all(format!("{error:#}").as_bytes());
+            }
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}

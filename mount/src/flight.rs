@@ -1,0 +1,450 @@
+//! The flight recorder: what a server that was killed was doing, for the one that comes after it.
+//!
+//! A memory file that the keeper holds and every server of a connection maps. Plain atomics and nothing else, so that
+//! a server killed at any instruction leaves something that can be read: a field that says "valid" is stored last.
+//! It records numbers, not meanings: nothing of leases is here.
+//!
+//! What it may say too much of is answered twice, and the kernel ignores that. What it said too little of would hang.
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::num::NonZeroUsize;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap};
+
+/// Marks a request the kernel sends again after the server was replaced.
+pub const RESEND: u64 = 1 << 63;
+/// Marks a request that the take-over itself made.
+pub const OWN: u64 = 1 << 62;
+/// Servers a request may kill before it is refused.
+pub const STRIKES: u64 = 3;
+
+/// `b"leasefl"` and the version of the layout.
+const MAGIC: u64 = u64::from_le_bytes(*b"leasefl\x01");
+/// Newest requests whose numbers are kept: many times what can be unanswered at once, short of those that wait long.
+const RING: usize = 1 << 16;
+/// Newest requests that are kept whole: as above.
+const RECORDS: usize = 1 << 14;
+/// Requests that may wait long at the same time.
+const PARKED: usize = 1 << 16;
+/// Requests that were being handled when a server was killed.
+const STRUCK: usize = 64;
+/// Kill points that count how often they were passed.
+#[cfg(debug_assertions)]
+pub const COUNTERS: usize = 16;
+
+/// What of the kernel's operation codes (`linux/fuse.h`) is told apart.
+pub mod opcode {
+    #![allow(missing_docs)]
+    pub const LOOKUP: u32 = 1;
+    pub const FORGET: u32 = 2;
+    pub const GETATTR: u32 = 3;
+    pub const SETATTR: u32 = 4;
+    pub const READLINK: u32 = 5;
+    pub const SYMLINK: u32 = 6;
+    pub const MKNOD: u32 = 8;
+    pub const MKDIR: u32 = 9;
+    pub const UNLINK: u32 = 10;
+    pub const RMDIR: u32 = 11;
+    pub const RENAME: u32 = 12;
+    pub const LINK: u32 = 13;
+    pub const OPEN: u32 = 14;
+    pub const READ: u32 = 15;
+    pub const WRITE: u32 = 16;
+    pub const STATFS: u32 = 17;
+    pub const RELEASE: u32 = 18;
+    pub const FSYNC: u32 = 20;
+    pub const SETXATTR: u32 = 21;
+    pub const GETXATTR: u32 = 22;
+    pub const LISTXATTR: u32 = 23;
+    pub const REMOVEXATTR: u32 = 24;
+    pub const FLUSH: u32 = 25;
+    pub const OPENDIR: u32 = 27;
+    pub const READDIR: u32 = 28;
+    pub const RELEASEDIR: u32 = 29;
+    pub const FSYNCDIR: u32 = 30;
+    pub const GETLK: u32 = 31;
+    pub const SETLK: u32 = 32;
+    pub const SETLKW: u32 = 33;
+    pub const CREATE: u32 = 35;
+    pub const INTERRUPT: u32 = 36;
+    pub const IOCTL: u32 = 39;
+    pub const POLL: u32 = 40;
+    pub const BATCH_FORGET: u32 = 42;
+    pub const FALLOCATE: u32 = 43;
+    pub const LSEEK: u32 = 46;
+}
+
+/// A request that must not be cut off, as much of it as it takes to make it again: a close, whose effect would be lost,
+/// a lock, whose caller would be given a number that is no errno, or a poll, whose caller would be told of an error.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Record {
+    /// Its number.
+    pub unique: u64,
+    /// What it asks for.
+    pub opcode: u32,
+    /// Who asks; 0 for `RELEASE`.
+    pub pid: u32,
+    /// The inode.
+    pub ino: u64,
+    /// The handle.
+    pub handle: u64,
+    /// The caller's uid and gid.
+    pub ids: (u32, u32),
+    /// Of a lock: its owner. Of a poll: the kernel's handle of the poller.
+    pub owner: u64,
+    /// Of a lock: `F_RDLCK`, `F_WRLCK` or `F_UNLCK`. Of a poll: its flags.
+    pub kind: u32,
+    /// Of a lock: its first and its last byte. Of a poll: the events asked for, and 0.
+    pub range: (u64, u64),
+}
+
+/// A request that was being handled when a server was killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Struck {
+    /// The request's number.
+    pub unique: u64,
+    /// What it asked for.
+    pub opcode: u32,
+    /// The inode it named.
+    pub ino: u64,
+    /// Servers it has killed.
+    pub count: u64,
+}
+
+#[repr(C)]
+struct Strike {
+    unique: AtomicU64,
+    count: AtomicU64,
+}
+
+/// A [`Record`]: free where its first field, the number, is 0.
+#[repr(C)]
+struct Slot([AtomicU64; 9]);
+
+fn pair(high: u32, low: u32) -> u64 {
+    u64::from(high) << 32 | u64::from(low)
+}
+
+fn halves(both: u64) -> (u32, u32) {
+    ((both >> 32) as u32, both as u32)
+}
+
+impl Slot {
+    fn unique(&self) -> u64 {
+        self.0[0].load(Ordering::Acquire)
+    }
+
+    /// Whatever is in it is not valid until the number is.
+    fn store(&self, record: &Record) {
+        self.0[0].store(0, Ordering::Release);
+        let Record { unique, opcode, pid, ino, handle, ids, owner, kind, range } = *record;
+        let fields = [pair(opcode, pid), ino, handle, pair(ids.0, ids.1), owner, kind.into(), range.0, range.1];
+        for (place, field) in self.0[1..].iter().zip(fields) {
+            place.store(field, Ordering::Relaxed);
+        }
+        self.0[0].store(unique, Ordering::Release);
+    }
+
+    fn load(&self) -> Record {
+        let unique = self.unique();
+        let [what, ino, handle, ids, owner, kind, first, last] =
+            std::array::from_fn(|field| self.0[field + 1].load(Ordering::Relaxed));
+        let (opcode, pid) = halves(what);
+        let kind = kind as u32;
+        Record { unique, opcode, pid, ino, handle, ids: halves(ids), owner, kind, range: (first, last) }
+    }
+}
+
+#[repr(C)]
+struct Table {
+    magic: AtomicU64,
+    answered_init: AtomicU64,
+    unique: AtomicU64,
+    opcode: AtomicU64,
+    ino: AtomicU64,
+    newest: AtomicU64,
+    head: AtomicU64,
+    record_head: AtomicU64,
+    passes: [AtomicU64; 16],
+    strikes: [Strike; STRUCK],
+    records: [Slot; RECORDS],
+    ring: [AtomicU64; RING],
+    parked: [Slot; PARKED],
+}
+
+/// The mapped recorder.
+pub struct Flight(NonNull<Table>);
+
+// SAFETY: all of the table is atomics, and the mapping lasts as long as the process.
+unsafe impl Send for Flight {}
+// SAFETY: as above.
+unsafe impl Sync for Flight {}
+
+/// A place among the requests that wait long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place(usize);
+
+/// Says, for as long as it lives, which request is being handled.
+pub struct Handling<'a>(&'a Flight);
+
+impl Drop for Handling<'_> {
+    fn drop(&mut self) {
+        // A request that makes its handler panic brings the server down, and is to be known for it.
+        if !std::thread::panicking() {
+            self.0.table().unique.store(0, Ordering::Release);
+        }
+    }
+}
+
+impl Flight {
+    /// Maps the recorder; an empty file is given its size.
+    ///
+    /// # Errors
+    /// Where it cannot be mapped, or is of a layout this program does not know.
+    pub fn open(memory: OwnedFd) -> Result<Flight> {
+        let file = File::from(memory);
+        let size = size_of::<Table>();
+        let length = file.metadata().context("flight recorder")?.len();
+        if length == 0 {
+            file.set_len(size as u64).context("flight recorder")?;
+        } else if length != size as u64 {
+            bail!("the flight recorder has {length} bytes, and this program's has {size}");
+        }
+        let size = NonZeroUsize::new(size).context("flight recorder")?;
+        // SAFETY: a new mapping at an address of the kernel's choice, of a file that has this length and keeps it.
+        let at =
+            unsafe { mmap(None, size, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0) };
+        let at: NonNull<c_void> = at.context("flight recorder")?;
+        let flight = Flight(at.cast());
+        let magic = &flight.table().magic;
+        match magic.compare_exchange(0, MAGIC, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) | Err(MAGIC) => Ok(flight),
+            Err(other) => bail!("the flight recorder is of layout {other:#x}, and this program's is {MAGIC:#x}"),
+        }
+    }
+
+    fn table(&self) -> &Table {
+        // SAFETY: the mapping has the table's size and is never unmapped; zeroes are valid atomics, and page-aligned.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// Whether the kernel has been told what was negotiated: whether there is a connection to take over.
+    pub fn has_answered_init(&self) -> bool {
+        self.table().answered_init.load(Ordering::Acquire) != 0
+    }
+
+    /// Remembers that the kernel has been told.
+    pub fn answered_init(&self) {
+        self.table().answered_init.store(1, Ordering::Release);
+    }
+
+    /// A request's handling begins.
+    pub fn handling(&self, unique: u64, opcode: u32, ino: u64) -> Handling<'_> {
+        let (table, unique) = (self.table(), unique & !RESEND);
+        if unique & OWN == 0 {
+            table.opcode.store(opcode.into(), Ordering::Relaxed);
+            table.ino.store(ino, Ordering::Relaxed);
+            let head = table.head.fetch_add(1, Ordering::Relaxed);
+            table.ring[head as usize % RING].store(unique, Ordering::Relaxed);
+            if unique > table.newest.load(Ordering::Relaxed) {
+                table.newest.store(unique, Ordering::Relaxed);
+            }
+            table.unique.store(unique, Ordering::Release);
+        }
+        Handling(self)
+    }
+
+    /// As [`Flight::handling`], of a request that must not be cut off.
+    pub fn recording(&self, record: Record) -> Handling<'_> {
+        let (table, unique) = (self.table(), record.unique & !RESEND);
+        let head = table.record_head.fetch_add(1, Ordering::Relaxed);
+        table.records[head as usize % RECORDS].store(&Record { unique, ..record });
+        self.handling(unique, record.opcode, record.ino)
+    }
+
+    /// The request being handled is going to wait, for longer than the rings remember it. None where too many do.
+    pub fn park(&self, unique: u64) -> Option<Place> {
+        let (table, unique) = (self.table(), unique & !RESEND);
+        let newest = table.record_head.load(Ordering::Relaxed).wrapping_sub(1);
+        let newest = Some(table.records[newest as usize % RECORDS].load()).filter(|record| record.unique == unique);
+        let record = newest.unwrap_or(Record { unique, ..Record::default() });
+        let start = (unique / 2) as usize;
+        // Only the thread that handles requests parks them, so that what is free stays free.
+        let free = (0..PARKED).map(|step| (start + step) % PARKED).find(|slot| table.parked[*slot].unique() == 0)?;
+        table.parked[free].store(&record);
+        Some(Place(free))
+    }
+
+    /// It was answered.
+    pub fn unpark(&self, place: Place) {
+        self.table().parked[place.0].0[0].store(0, Ordering::Release);
+    }
+
+    /// What a killed server was handling gets a strike, unless `blameless`. To be called once by each new server.
+    pub fn strike(&self, blameless: bool) -> Option<Struck> {
+        let table = self.table();
+        let unique = table.unique.load(Ordering::Acquire);
+        if unique == 0 {
+            return None;
+        }
+        let mut struck = None;
+        if !blameless {
+            let known = table.strikes.iter().find(|strike| strike.unique.load(Ordering::Relaxed) == unique);
+            // The lowest number is the oldest request; free places are 0.
+            let strike = known.or_else(|| table.strikes.iter().min_by_key(|s| s.unique.load(Ordering::Relaxed)))?;
+            if strike.unique.swap(unique, Ordering::Relaxed) != unique {
+                strike.count.store(0, Ordering::Relaxed);
+            }
+            let count = strike.count.fetch_add(1, Ordering::Relaxed) + 1;
+            let opcode = u32::try_from(table.opcode.load(Ordering::Relaxed)).unwrap_or(0);
+            struck = Some(Struck { unique, opcode, ino: table.ino.load(Ordering::Relaxed), count });
+        }
+        table.unique.store(0, Ordering::Release);
+        struck
+    }
+
+    /// How many servers a request has killed.
+    pub fn strikes(&self, unique: u64) -> u64 {
+        let unique = unique & !RESEND;
+        let strike = self.table().strikes.iter().find(|strike| strike.unique.load(Ordering::Relaxed) == unique);
+        strike.map_or(0, |strike| strike.count.load(Ordering::Relaxed))
+    }
+
+    /// Every number that may be unanswered, and some that are not, lowest first; and the newest that was handled.
+    pub fn unanswered(&self) -> (Vec<u64>, u64) {
+        let table = self.table();
+        let ring = table.ring.iter().map(|number| number.load(Ordering::Relaxed));
+        let mut numbers: Vec<u64> =
+            ring.chain(table.parked.iter().map(Slot::unique)).filter(|unique| *unique != 0).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        (numbers, table.newest.load(Ordering::Relaxed))
+    }
+
+    /// Requests that can be made again, oldest first, each once. Most of them were answered.
+    pub fn records(&self) -> Vec<Record> {
+        let slots = self.table().records.iter().chain(&self.table().parked);
+        let mut records: Vec<Record> =
+            slots.map(Slot::load).filter(|record| record.unique != 0 && record.opcode != 0).collect();
+        records.sort_by_key(|record| record.unique);
+        records.dedup_by_key(|record| record.unique);
+        records
+    }
+
+    /// Who waits.
+    pub fn parked(&self) -> Vec<Place> {
+        let slots = self.table().parked.iter().enumerate();
+        slots.filter(|(_, slot)| slot.unique() != 0).map(|(place, _)| Place(place)).collect()
+    }
+
+    /// Counts one pass of a kill point, over all servers of the connection; the first is 1.
+    #[cfg(debug_assertions)]
+    pub fn pass(&self, counter: usize) -> u64 {
+        self.table().passes[counter % COUNTERS].fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
+    use super::*;
+
+    /// Two servers on the same memory.
+    fn servers() -> (Flight, Flight) {
+        let memory = memfd_create("flight", MFdFlags::MFD_CLOEXEC).expect("memfd");
+        let first = Flight::open(memory.try_clone().expect("fd")).expect("new");
+        (first, Flight::open(memory).expect("again"))
+    }
+
+    #[test]
+    fn what_was_being_handled_is_struck_and_what_was_finished_is_not() {
+        let (first, second) = servers();
+        drop(first.handling(2, opcode::GETATTR, 1));
+        assert_eq!(second.strike(false), None);
+        for count in 1..=3 {
+            std::mem::forget(first.handling(4 | RESEND, opcode::CREATE, 7));
+            let struck = Struck { unique: 4, opcode: opcode::CREATE, ino: 7, count };
+            assert_eq!(second.strike(false), Some(struck));
+            assert_eq!(second.strike(false), None, "once");
+        }
+        assert_eq!((second.strikes(4 | RESEND), second.strikes(2)), (3, 0));
+        std::mem::forget(first.handling(6, opcode::CREATE, 7));
+        assert_eq!(second.strike(true), None, "it was ended on purpose");
+        assert_eq!(second.strikes(6), 0);
+    }
+
+    #[test]
+    fn the_newest_strikes_displace_the_oldest() {
+        let (first, second) = servers();
+        for unique in (2..).step_by(2).take(STRUCK + 1) {
+            std::mem::forget(first.handling(unique, opcode::OPEN, 1));
+            second.strike(false);
+        }
+        assert_eq!((second.strikes(2), second.strikes(4)), (0, 1));
+    }
+
+    #[test]
+    fn requests_that_wait_outlast_the_ring() {
+        let (first, second) = servers();
+        drop(first.handling(2, opcode::SETLK, 1));
+        drop(first.handling(4, opcode::SETLK, 1));
+        let (waits, answered) = (first.park(2).expect("room"), first.park(4).expect("room"));
+        first.unpark(answered);
+        for unique in (6..).step_by(2).take(RING) {
+            drop(first.handling(unique, opcode::GETATTR, 1));
+        }
+        let (numbers, newest) = second.unanswered();
+        assert_eq!((numbers.len(), numbers[0], numbers[1]), (RING + 1, 2, 6));
+        assert_eq!(newest, 4 + 2 * RING as u64);
+        second.parked().into_iter().for_each(|place| second.unpark(place));
+        assert_eq!(second.unanswered().0[0], 6);
+        first.unpark(waits);
+        let room = (0..PARKED as u64).filter(|unique| first.park(unique * 2 + 2).is_some()).count();
+        assert_eq!(room, PARKED);
+        assert_eq!(first.park(1 << 40), None, "no room");
+    }
+
+    #[test]
+    fn records_are_kept_whole() {
+        let (first, second) = servers();
+        let record = |unique| Record {
+            unique,
+            opcode: opcode::SETLKW,
+            pid: 77,
+            ino: unique + 1,
+            handle: 1 << 50 | unique,
+            ids: (1000, 4_000_000_000),
+            owner: u64::MAX - unique,
+            kind: 1,
+            range: (3, u64::MAX / 2),
+        };
+        drop(first.recording(record(8)));
+        drop(first.recording(Record { unique: 6 | RESEND, ..record(6) }));
+        drop(first.recording(record(8)));
+        assert_eq!(second.records(), [record(6), record(8)]);
+        // Those that wait are, whatever comes after them.
+        drop(first.recording(record(4)));
+        first.park(4).expect("room");
+        for unique in (10..).step_by(2).take(RECORDS) {
+            drop(first.recording(record(unique)));
+        }
+        assert_eq!(second.records()[..2], [record(4), record(10)]);
+        // A request of which only the number is known cannot be made again.
+        first.park(2).expect("room");
+        assert_eq!(second.records()[0], record(4));
+        assert_eq!(second.unanswered().0[0], 2);
+    }
+
+    #[test]
+    fn a_recorder_of_another_size_is_refused() {
+        let memory = memfd_create("flight", MFdFlags::MFD_CLOEXEC).expect("memfd");
+        File::from(memory.try_clone().expect("fd")).set_len(4096).expect("size");
+        assert!(Flight::open(memory).is_err());
+    }
+}

@@ -1,0 +1,520 @@
+//! The keeper: mounts, holds the connection to the kernel, and sees to it that there always is a server on it.
+//!
+//! It answers no request and knows nothing of leases, so that there is little in it that could fail. If a server ends
+//! other than with the connection, the next one takes over: see [`crate::connection`]. If the keeper ends, so does the
+//! server, and the connection with both.
+//!
+//! | file | what it is about |
+//! |---|---|
+//! | [`child`] | starting a program as a server |
+//! | [`pace`] | how soon the next server is started, and when to give up |
+//! | [`control`] | orders, through a socket in the state directory |
+//! | [`service`] | what a service manager is told |
+//!
+//! **Giving up.** A server that never gets ready cannot be waited for for ever: callers would hang, deaf to signals. Then
+//! the keeper ends and leaves the dead mount where it is. Every handle answers `ENOTCONN` from there on, which tells
+//! holders that they are on their own, and so does every path: with the mount gone, a script that claims would make
+//! plain files in the directory below, and take that for leases. Nothing that is held is given to anybody else: the
+//! registry has it, and the next `leasefs mount` treats it as of a lost connection.
+//!
+//! One thread: the kernel ends a server when the *thread* that started it ends.
+
+mod child;
+pub mod control;
+mod pace;
+mod service;
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+use crate::handover::{ABLE, Fds, Handover, PROTOCOL, READY};
+use crate::server::{self, LOG, Plan};
+use crate::{connection, kernel_mount, mountinfo};
+use child::{Program, Server};
+use control::{Control, Requester};
+use pace::Pace;
+
+/// How long a program may take to say whether it can take over.
+const CHECK_PATIENCE: Duration = Duration::from_secs(10);
+/// How long to wait for a lock whose owner is ending.
+const LOCK_PATIENCE: Duration = Duration::from_millis(500);
+/// The same where its owner is known to be dead, and only the server it left has to be ended by the kernel.
+const DEAD_LOCK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How the keeper itself is to act.
+#[derive(Clone, Copy, Debug)]
+pub struct Manner {
+    /// Log to the state directory.
+    pub log_there: bool,
+    /// Never ask the kernel for unanswered requests again.
+    pub no_resend: bool,
+    /// Servers in a row that do not get ready, before giving up.
+    pub max_starts: u32,
+}
+
+/// Mounts, and serves until the tree is unmounted. `ready` is called once it answers.
+///
+/// # Errors
+/// What is wrong and what to do; if `ready` was not called, nothing is mounted.
+pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
+    let timeout_s = kernel_mount::request_timeout_s();
+    if timeout_s > 0 {
+        bail!(
+            "fs.fuse.max_request_timeout is {timeout_s} s, and one longer wait would end the whole mount: \
+             run `sysctl fs.fuse.max_request_timeout=0`"
+        );
+    }
+    // It was started by another path, and is to be found by its name.
+    let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
+    let mountpoint = kernel_mount::check_mountpoint(&plan.mountpoint)?;
+    let state_dir = server::make_state_dir(&plan.state_dir, &mountpoint)?;
+    let lock = lock_state(&state_dir)?;
+    if manner.log_there {
+        redirect_log(&state_dir)?;
+    }
+    // Blocked before there is a child, and read from a descriptor.
+    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD].into_iter().collect();
+    signals.thread_block().context("signals")?;
+    let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK).context("signals")?;
+    let program = Program::this()?;
+    let control = Control::open(&state_dir)?;
+    let memory = |name: &str| memfd_create(name, MFdFlags::MFD_CLOEXEC).context("memfd_create");
+    let (flight, files) = (memory("leasefs-flight")?, memory("leasefs-files")?);
+    let device = kernel_mount::connect(&mountpoint, &plan.options)?;
+    let mounted = Mounted(mountpoint.clone());
+    let init = first_request(&device)?;
+    let can_resend = connection::has_resend(&init);
+    let plan = Plan { mountpoint, state_dir, ..plan.clone() };
+    let mut keeper = Keeper {
+        handover: Handover {
+            protocol: PROTOCOL,
+            resend: can_resend && !manner.no_resend,
+            init,
+            keeper_pid: std::process::id(),
+            starts: 0,
+            blameless: false,
+            fds: Fds {
+                device: device.as_raw_fd(),
+                flight: flight.as_raw_fd(),
+                files: files.as_raw_fd(),
+                lock: lock.as_raw_fd(),
+                report: -1,
+            },
+            plan,
+        },
+        device,
+        _memory: [flight, files],
+        _lock: lock,
+        signals,
+        control,
+        program,
+        server: None,
+        start_at: Some(Instant::now()),
+        pace: Pace::new(manner.max_starts),
+        check: None,
+        upgrade: None,
+        stopping: false,
+        last_words: String::new(),
+    };
+    keeper.say_how(can_resend, manner.no_resend);
+    match keeper.keep(ready)? {
+        Ending::Unmounted => {
+            tracing::info!("unmounted {}", mounted.0.display());
+            service::stopping();
+            drop(mounted);
+            Ok(())
+        }
+        Ending::GaveUp(starts) => {
+            let shown = mounted.0.display().to_string();
+            std::mem::forget(mounted);
+            bail!(
+                "{starts} servers in a row did not get ready ({}): {shown} is left as it is and answers ENOTCONN; what \
+                 is held stays held: put right what is wrong, `leasefs unmount {shown}`, and mount again",
+                keeper.last_words
+            )
+        }
+    }
+}
+
+enum Ending {
+    /// The connection is gone, and the server with it.
+    Unmounted,
+    /// No server gets ready.
+    GaveUp(u32),
+}
+
+/// A program that was asked whether it can take over.
+struct Check {
+    child: Server,
+    program: Program,
+    until: Instant,
+    requester: Requester,
+}
+
+/// A server that was ended so that the next is of another program.
+struct Upgrade {
+    before: Program,
+    version: String,
+    requester: Requester,
+}
+
+struct Keeper {
+    handover: Handover,
+    device: OwnedFd,
+    _memory: [OwnedFd; 2],
+    _lock: Flock<File>,
+    signals: SignalFd,
+    control: Control,
+    program: Program,
+    server: Option<Server>,
+    /// When the next server is to be started, while there is none.
+    start_at: Option<Instant>,
+    pace: Pace,
+    check: Option<Check>,
+    upgrade: Option<Upgrade>,
+    stopping: bool,
+    /// Why the last server was not ready.
+    last_words: String,
+}
+
+impl Keeper {
+    fn say_how(&self, can_resend: bool, no_resend: bool) {
+        let how = match (self.handover.resend, can_resend, no_resend) {
+            (true, ..) => "unanswered requests are sent again by the kernel: nobody notices",
+            (_, false, _) => "calls that wait end with EINTR, since this kernel (before 6.9) cannot send them again",
+            _ => "calls that wait end with EINTR, as --no-resend asks",
+        };
+        tracing::info!("should the server end, another takes over; {how}");
+    }
+
+    fn keep(&mut self, ready: impl FnOnce()) -> Result<Ending> {
+        let mut ready = Some(ready);
+        loop {
+            if self.server.is_none() && self.start_at.is_some_and(|at| at <= Instant::now()) {
+                self.start()?;
+            }
+            if self.check.as_ref().is_some_and(|check| check.until <= Instant::now()) {
+                self.refuse_check(format_args!("it did not say within {} s", CHECK_PATIENCE.as_secs()));
+            }
+            let awake = self.wait()?;
+            if awake.server_said && self.hear_server() {
+                if let Some(ready) = ready.take() {
+                    ready();
+                }
+                self.on_ready();
+            }
+            if awake.check_said {
+                self.hear_check();
+            }
+            if awake.order
+                && let Some(requester) = self.control.accept()
+            {
+                self.begin_upgrade(requester);
+            }
+            while let Ok(Some(signal)) = self.signals.read_signal() {
+                self.on_signal(signal.ssi_signo as i32);
+            }
+            if let Some(ending) = self.reap(ready.is_some())? {
+                return Ok(ending);
+            }
+        }
+    }
+
+    fn start(&mut self) -> Result<()> {
+        self.start_at = None;
+        self.handover.starts += 1;
+        let server = self.program.start(&self.handover, false);
+        // Later, a moment's lack of memory or processes must not end what the others still hold.
+        match server {
+            Err(error) if self.handover.starts > 1 => {
+                tracing::error!("cannot start a server: {error:#}");
+                self.start_at = Some(Instant::now() + Duration::from_secs(1));
+            }
+            server => self.server = Some(server?),
+        }
+        self.handover.blameless = false;
+        Ok(())
+    }
+
+    /// Sleeps until something happens.
+    fn wait(&self) -> Result<Awake> {
+        let due = [self.start_at.filter(|_| self.server.is_none()), self.check.as_ref().map(|check| check.until)];
+        let timeout = due.into_iter().flatten().min().map_or(PollTimeout::NONE, |at| {
+            let left = at.saturating_duration_since(Instant::now());
+            // Rounded up, or it would spin for the last millisecond.
+            PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
+        });
+        let mut fds = vec![
+            PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.control.as_fd(), PollFlags::POLLIN),
+        ];
+        let children = [self.server.as_ref(), self.check.as_ref().map(|check| &check.child)];
+        let places = children.map(|child| {
+            let report = child?.report.as_ref()?;
+            fds.push(PollFd::new(report.as_fd(), PollFlags::POLLIN));
+            Some(fds.len() - 1)
+        });
+        // While there is a server, it is who finds the connection's end.
+        if self.server.is_none() {
+            fds.push(PollFd::new(self.device.as_fd(), PollFlags::empty()));
+        }
+        match poll(&mut fds, timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error).context("poll"),
+        }
+        let is_ready = |at: usize| fds[at].revents().is_some_and(|events| !events.is_empty());
+        Ok(Awake {
+            order: is_ready(1),
+            server_said: places[0].is_some_and(is_ready),
+            check_said: places[1].is_some_and(is_ready),
+        })
+    }
+
+    /// What the server says of itself. True when it is that it is ready.
+    fn hear_server(&mut self) -> bool {
+        let Some(server) = &mut self.server else { return false };
+        if !server.hear() {
+            return false;
+        }
+        server.ready = server.said == READY;
+        server.ready
+    }
+
+    fn on_ready(&mut self) {
+        let plan = &self.handover.plan;
+        let text = format!("serving {} (server {})", plan.mountpoint.display(), self.handover.starts);
+        service::ready(&text);
+        if let Some(Upgrade { version, requester, .. }) = self.upgrade.take() {
+            let pid = self.server.as_ref().map_or(0, |server| server.child.id());
+            tracing::info!("upgraded to {version}");
+            requester.answer(&format!("{}{version} (pid {pid})", control::DONE));
+        }
+    }
+
+    fn on_signal(&mut self, signal: i32) {
+        match Signal::try_from(signal) {
+            Ok(Signal::SIGHUP) => self.begin_upgrade(Requester::nobody()),
+            Ok(signal @ (Signal::SIGTERM | Signal::SIGINT)) => {
+                if self.stopping {
+                    tracing::warn!("ending with files open: what is held stays held until its TTL, as orphaned");
+                    if let Some(mut server) = self.server.take() {
+                        server.kill();
+                        let _ = server.child.wait();
+                    }
+                    std::process::exit(1);
+                }
+                tracing::info!("{signal}: unmounting");
+                self.stopping = true;
+                service::stopping();
+                let mountpoint = self.handover.plan.mountpoint.clone();
+                // Elsewhere: unmounting may have to look at the tree, and somebody must answer.
+                std::thread::spawn(move || kernel_mount::stop(&mountpoint));
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether the connection has ended: unmounted, or aborted.
+    fn is_gone(&self) -> bool {
+        let mut fds = [PollFd::new(self.device.as_fd(), PollFlags::empty())];
+        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+
+    /// Looks after children that have ended.
+    fn reap(&mut self, never_ready: bool) -> Result<Option<Ending>> {
+        if let Some(check) = &mut self.check
+            && let Ok(Some(_)) = check.child.child.try_wait()
+        {
+            self.hear_check();
+            if self.check.is_some() {
+                self.refuse_check(format_args!("it ended without a word"));
+            }
+        }
+        let Some(server) = &mut self.server else {
+            return Ok(self.is_gone().then_some(Ending::Unmounted));
+        };
+        let Some(status) = server.child.try_wait().context("waiting for the server")? else { return Ok(None) };
+        let heard = server.report.is_some() && self.hear_server();
+        let Some(server) = self.server.take() else { return Ok(None) };
+        let was_ready = server.ready || heard;
+        if self.is_gone() {
+            if !status.success() {
+                tracing::warn!("the server ended with the connection, but not in order: {}", describe(status));
+            }
+            return Ok(Some(Ending::Unmounted));
+        }
+        let said = if server.said.is_empty() || was_ready { describe(status) } else { server.said.clone() };
+        if never_ready && self.handover.starts == 1 && !was_ready && status.signal().is_none() {
+            bail!("{said}");
+        }
+        self.last_words.clone_from(&said);
+        if let Some(Upgrade { before, requester, .. }) = self.upgrade.take_if(|_| !server.ended_by_keeper) {
+            self.program = before;
+            tracing::error!("the new server did not get ready ({said}): going on with the program as it was");
+            requester.answer(&format!("{}the new server did not get ready: {said}", control::REFUSED));
+            self.start_at = Some(Instant::now());
+            return Ok(None);
+        }
+        if server.ended_by_keeper {
+            self.handover.blameless = true;
+            self.start_at = Some(Instant::now());
+            return Ok(None);
+        }
+        let killed = status.signal() == Some(libc::SIGKILL);
+        match self.pace.next(was_ready, killed, server.since.elapsed()) {
+            Some(pause) => {
+                let pid = server.child.id();
+                tracing::warn!("server {pid} ended ({said}): starting another in {} ms", pause.as_millis());
+                self.start_at = Some(Instant::now() + pause);
+                Ok(None)
+            }
+            None if never_ready => bail!("no server gets ready: {said}"),
+            None => Ok(Some(Ending::GaveUp(self.pace.unready()))),
+        }
+    }
+
+    // ---- upgrade ------------------------------------------------------------------------------------------------
+
+    /// Asks the program that is on disk now whether it can take over.
+    fn begin_upgrade(&mut self, requester: Requester) {
+        let refuse = |requester: Requester, why: String| {
+            tracing::warn!("no upgrade: {why}");
+            requester.answer(&format!("{}{why}", control::REFUSED));
+        };
+        if self.check.is_some() || self.upgrade.is_some() || self.stopping {
+            let why = if self.stopping { "the tree is being unmounted" } else { "an upgrade is under way" };
+            return refuse(requester, why.to_owned());
+        }
+        let program = match self.program.on_disk() {
+            Ok(program) => program,
+            Err(error) => return refuse(requester, format!("{error:#}")),
+        };
+        match program.start(&self.handover, true) {
+            Ok(child) => {
+                service::reloading();
+                let until = Instant::now() + CHECK_PATIENCE;
+                self.check = Some(Check { child, program, until, requester });
+            }
+            Err(error) => refuse(requester, format!("{}: {error:#}", program.path.display())),
+        }
+    }
+
+    /// What that program says.
+    fn hear_check(&mut self) {
+        let Some(check) = &mut self.check else { return };
+        if !check.child.hear() {
+            return;
+        }
+        let Some(version) = check.child.said.strip_prefix(ABLE).map(str::to_owned) else {
+            let why = check.child.said.clone();
+            let why = if why.is_empty() { "it ended without a word".into() } else { why };
+            return self.refuse_check(format_args!("{why}"));
+        };
+        let Some(Check { mut child, program, requester, .. }) = self.check.take() else { return };
+        child.kill();
+        let _ = child.child.wait();
+        let before = std::mem::replace(&mut self.program, program);
+        self.upgrade = Some(Upgrade { before, version, requester });
+        match &mut self.server {
+            Some(server) => {
+                server.ended_by_keeper = true;
+                server.kill();
+            }
+            None => self.start_at = Some(Instant::now()),
+        }
+    }
+
+    fn refuse_check(&mut self, why: std::fmt::Arguments<'_>) {
+        let Some(Check { mut child, program, requester, .. }) = self.check.take() else { return };
+        child.kill();
+        let _ = child.child.wait();
+        let why = format!("{} cannot take over: {why}", program.path.display());
+        tracing::error!("no upgrade: {why}");
+        service::ready(&format!("not upgraded: {why}"));
+        requester.answer(&format!("{}{why}", control::REFUSED));
+    }
+}
+
+/// What woke the keeper.
+struct Awake {
+    order: bool,
+    server_said: bool,
+    check_said: bool,
+}
+
+fn describe(status: ExitStatus) -> String {
+    status.to_string()
+}
+
+/// The kernel's first request, which it makes when it mounts.
+fn first_request(device: &OwnedFd) -> Result<Vec<u8>> {
+    let mut buffer = vec![0; 64 * 1024];
+    loop {
+        match nix::unistd::read(device, &mut buffer) {
+            Ok(length) => return Ok(buffer[..length].to_vec()),
+            Err(Errno::EINTR | Errno::EAGAIN | Errno::ENOENT) => {}
+            Err(error) => return Err(error).context("the kernel did not say hello"),
+        }
+    }
+}
+
+/// Unmounts when the keeper ends before somebody else did.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        if mountinfo::is_leasefs(&self.0).is_ok_and(|mounted| mounted) {
+            let _ = kernel_mount::disconnect(&self.0, true);
+        }
+    }
+}
+
+/// Keeps another keeper off the state directory for as long as this one or its server lives.
+fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
+    let path = state_dir.join("lock");
+    let began = Instant::now();
+    loop {
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
+        let mut file = file.with_context(|| format!("{}", path.display()))?;
+        let mut owner = String::new();
+        let _ = file.read_to_string(&mut owner);
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(mut lock) => {
+                lock.set_len(0).with_context(|| format!("{}", path.display()))?;
+                std::io::Seek::rewind(&mut *lock)?;
+                writeln!(lock, "{}", std::process::id()).with_context(|| format!("{}", path.display()))?;
+                return Ok(lock);
+            }
+            Err((_, Errno::EWOULDBLOCK)) => {}
+            Err((_, errno)) => bail!("{}: {errno}", path.display()),
+        }
+        let lives = owner.trim().parse::<u32>().is_ok_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
+        if began.elapsed() > if lives { LOCK_PATIENCE } else { DEAD_LOCK_PATIENCE } {
+            bail!(
+                "state directory {} is already served by another leasefs: unmount that one, or use another --state",
+                state_dir.display()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Sends what is logged from here on to the state directory.
+fn redirect_log(state_dir: &Path) -> Result<()> {
+    let log = OpenOptions::new().append(true).create(true).mode(0o600).open(state_dir.join(LOG)).context(LOG)?;
+    nix::unistd::dup2_stderr(log).context(LOG)
+}

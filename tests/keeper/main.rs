@@ -1,0 +1,12 @@
+//! The keeper: another server takes over a live mount, upgrades, signals, and what becomes of a server that cannot live.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod place;
+
+mod ends;
+mod killed;
+mod load;
+mod service;
+mod upgrade;
+mod waiters;

@@ -1,0 +1,80 @@
+//! Another program takes over, or is refused.
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Output};
+
+use nix::sys::signal::Signal;
+
+use crate::common::agent::Agent;
+use crate::common::{LEASEFS, assert_ok, stdout, wait_for};
+use crate::place::Place;
+
+fn upgrade(place: &Place) -> Output {
+    Command::new("timeout").args(["60", LEASEFS, "upgrade"]).arg(place.mnt()).output().expect("leasefs upgrade runs")
+}
+
+fn assert_refused(place: &Place, words: &[&str]) {
+    let server = place.server();
+    let output = upgrade(place);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}{}", stdout(&output));
+    assert!(said.starts_with("leasefs: not upgraded: ") && said.lines().count() == 1, "{said}");
+    for word in words {
+        assert!(said.contains(word), "{word}: {said}");
+    }
+    assert_eq!(place.server(), server, "the one that serves goes on");
+}
+
+#[test]
+fn the_program_on_disk_takes_over() {
+    let mut place = Place::mount_copy();
+    let agent = Agent::new();
+    let fd = agent.create(&place.claim("k")).expect("free key");
+    let before = place.server();
+    place.install(LEASEFS.as_ref());
+    let output = upgrade(&place);
+    assert_ok(&output);
+    assert!(stdout(&output).starts_with(&format!("upgraded to {}", env!("CARGO_PKG_VERSION"))), "{output:?}");
+    let after = place.server();
+    assert_ne!(after, before);
+    assert_eq!(place.number("starts"), Some(2));
+    let exe = std::fs::read_link(format!("/proc/{after}/exe")).expect("exe");
+    assert_eq!(exe, place.program(), "the new one, not the deleted one");
+    assert!(place.claim("k").exists());
+    // A signal does the same.
+    place.signal(place.keeper(), Signal::SIGHUP);
+    wait_for("the next server", || place.number("starts") == Some(3));
+    agent.close(fd);
+    drop(agent);
+    place.unmount();
+}
+
+#[test]
+fn a_program_that_cannot_take_over_is_refused() {
+    let mut place = Place::mount_copy();
+    let agent = Agent::new();
+    agent.create(&place.claim("k")).expect("free key");
+    // Another program, one that never ends, one that is none, and nothing at all.
+    place.install("/bin/true".as_ref());
+    assert_refused(&place, &["ended without a word"]);
+    std::fs::write(place.path("text"), "not a program").expect("file");
+    std::fs::set_permissions(place.path("text"), std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    place.install(&place.path("text"));
+    assert_refused(&place, &["leasefs"]);
+    std::fs::remove_file(place.program()).expect("rm");
+    assert_refused(&place, &["No such file"]);
+    // A crash meanwhile is met by the program that served.
+    place.kill_server();
+    assert!(place.claim("k").exists());
+    // One that knows less of the registry than what wrote it.
+    place.install(LEASEFS.as_ref());
+    let registry = rusqlite::Connection::open(place.state().join("registry.db")).expect("registry");
+    let version: u32 = registry.query_row("PRAGMA user_version", [], |row| row.get(0)).expect("version");
+    registry.execute_batch("PRAGMA user_version = 9999").expect("SQL");
+    assert_refused(&place, &["newer", "9999"]);
+    registry.execute_batch(&format!("PRAGMA user_version = {version}")).expect("SQL");
+    drop(registry);
+    assert_ok(&upgrade(&place));
+    drop(agent);
+    place.unmount();
+}
