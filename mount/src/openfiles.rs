@@ -64,16 +64,6 @@ unsafe impl Send for OpenFiles {}
 unsafe impl Sync for OpenFiles {}
 
 impl OpenFiles {
-    /// Memory of its own, for a server whose connection ends with it.
-    ///
-    /// # Errors
-    /// Those of `memfd_create(2)` and `mmap(2)`.
-    pub fn alone() -> Result<OpenFiles> {
-        let name = c"leasefs-files";
-        let fd = nix::sys::memfd::memfd_create(name, nix::sys::memfd::MFdFlags::MFD_CLOEXEC).context("memfd")?;
-        OpenFiles::attach(&fd)
-    }
-
     /// Maps memory that is empty, or that an earlier server of the same connection used.
     ///
     /// # Errors

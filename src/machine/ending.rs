@@ -43,7 +43,8 @@ impl KeyState {
     fn cut_off(&mut self, outcome: Outcome, why: Why, context: Context, fx: &mut Effects) {
         let Some(attempt) = &mut self.attempt else { return };
         let handle = attempt.handle;
-        if attempt.held {
+        // An orphan's handle went with its connection.
+        if attempt.held && !attempt.orphaned {
             self.lost.insert(handle);
             fx.standings.push(Standing::Lost(handle));
         }
@@ -83,12 +84,14 @@ impl KeyState {
             return Err(Error::Stale);
         }
         let Some(attempt) = self.attempt.as_mut().filter(|attempt| attempt.held) else { return Ok(Reply::Done) };
-        let handle = attempt.handle;
+        let (handle, is_open) = (attempt.handle, !attempt.orphaned);
         attempt.held = false;
         attempt.orphaned = false;
         attempt.why = Some(why);
-        self.lost.insert(handle);
-        fx.standings.push(Standing::Lost(handle));
+        if is_open {
+            self.lost.insert(handle);
+            fx.standings.push(Standing::Lost(handle));
+        }
         self.end_unless_kept(Outcome::Lost, context, fx);
         self.forsake(handle, context, fx);
         Ok(Reply::Done)

@@ -136,7 +136,10 @@ impl KeyState {
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         // Asked again, the answer is the same: this handle was given the lease, whatever became of it since.
-        if self.lost.contains(&handle) || self.attempt.as_ref().is_some_and(|attempt| attempt.handle == handle) {
+        if let Some(attempt) = self.attempt.as_ref().filter(|attempt| attempt.handle == handle) {
+            return Ok(Reply::Claimed(attempt.epoch));
+        }
+        if self.lost.contains(&handle) {
             return Ok(Reply::Done);
         }
         let promised = !self.line.is_empty();

@@ -375,7 +375,7 @@ impl Contract {
 
     /// The attempt is over, whatever is still open.
     fn cut(&mut self, outcome: Outcome) {
-        let lost = self.holder();
+        let lost = self.open_holder();
         if let Some(attempt) = &mut self.attempt {
             attempt.holding = false;
             attempt.registered = false;
@@ -386,7 +386,7 @@ impl Contract {
 
     /// The holder is dead. As after its exit, the result may still come (§1, §6).
     fn lose(&mut self) {
-        let lost = self.holder();
+        let lost = self.open_holder();
         if let Some(attempt) = &mut self.attempt {
             attempt.holding = false;
         }
@@ -394,6 +394,11 @@ impl Contract {
             self.end(Outcome::Lost);
         }
         self.forsake(lost);
+    }
+
+    /// The holder's handle; none where its connection is gone, and the handle with it.
+    fn open_holder(&self) -> Option<Handle> {
+        self.attempt.as_ref().filter(|attempt| attempt.holding && !attempt.orphaned).map(|attempt| attempt.handle)
     }
 
     /// A handle that lost its lease gets `ESTALE` for as long as it lives, in line too.

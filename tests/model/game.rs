@@ -5,6 +5,7 @@
 //! (a handle *was* closed) has to count in either case.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use leasefs::engine::KeyEntry;
@@ -17,7 +18,7 @@ use proptest::prelude::*;
 use crate::contract::{Contract, Told};
 use crate::machine::compare;
 use crate::players::{Act, MAX_OPEN, Numbers, PROCESSES, Pause, Players, act, after, finish, moment, ttl};
-use crate::rig::{Fate, Rig, TTL_MS, is_by_order};
+use crate::rig::{Fate, OpenHandles, Rig, TTL_MS, is_by_order};
 
 /// The keys that are played for; one in a namespace with a TTL of its own.
 const KEYS: [(&str, &str); 3] = [("", "a"), ("", "b"), ("ns", "c")];
@@ -39,6 +40,8 @@ pub enum Turn {
     Flush(Vec<Fate>),
     /// As above; while the first commit is on its way other things are done.
     Slow(Vec<Fate>, Vec<(usize, Act)>),
+    /// The server is killed, perhaps between what it recorded last and the answers, and another takes over.
+    TakeOver(bool),
     /// The server ends and another is started; perhaps the machine was rebooted in between.
     Restart(bool),
 }
@@ -65,6 +68,7 @@ pub fn turn(faults: bool) -> impl Strategy<Value = Turn> {
         8 => fates().prop_map(Turn::Flush),
         5 => (fates(), prop::collection::vec((seat(), act()), 1..6)).prop_map(|(fates, acts)| Turn::Slow(fates, acts)),
         u32::from(!faults) => any::<bool>().prop_map(Turn::Restart),
+        3 * u32::from(!faults) => any::<bool>().prop_map(Turn::TakeOver),
     ]
 }
 
@@ -74,6 +78,8 @@ enum Entry {
         now_ns: u64,
         told: Vec<Told>,
         seen: bool,
+        /// Asked again after a take-over: it may have taken effect before, so that it is a renewal now.
+        again: bool,
     },
     /// A waiter was told that the registry refused.
     Refused(WaiterId, u64),
@@ -97,6 +103,8 @@ struct Seat {
     key: Key,
     ttl: Ttl,
     players: Players,
+    /// Handles of plain opens, which no request of the history opened.
+    opened: Vec<Handle>,
     history: Arc<Mutex<Vec<Entry>>>,
 }
 
@@ -108,6 +116,8 @@ pub struct Game {
     /// The wall clock goes on over a reboot, the boot clock does not.
     wall_offset_ms: i64,
     boots: u32,
+    /// Set when the server is killed: nothing it says any more is heard.
+    silenced: Arc<AtomicBool>,
 }
 
 struct EngineNumbers<'a>(&'a Engine);
@@ -143,10 +153,11 @@ impl Game {
                 key: Key::join(parent, name.as_bytes()).expect("a key"),
                 ttl: if parent.is_empty() { ttl(TTL_MS) } else { ttl(NS_TTL_MS) },
                 players: Players::default(),
+                opened: Vec::new(),
                 history: Arc::default(),
             })
             .collect();
-        Game { rig: Some(rig), seats, now_ns, wall_offset_ms: 0, boots: 1 }
+        Game { rig: Some(rig), seats, now_ns, wall_offset_ms: 0, boots: 1, silenced: Arc::default() }
     }
 
     pub fn rig(&self) -> &Rig {
@@ -178,7 +189,13 @@ impl Game {
         } else if known.is_none() || matches!(act, Act::Open) {
             return;
         }
-        let Some(mut input) = seat.players.input(act, epoch, &mut EngineNumbers(&engine)) else { return };
+        let before = seat.players.files.len();
+        let Some(mut input) = seat.players.input(act, epoch, &mut EngineNumbers(&engine)) else {
+            if seat.players.files.len() > before {
+                seat.opened.extend(seat.players.files.last());
+            }
+            return;
+        };
         match &mut input {
             Input::OpenDraft { handle, .. } => {
                 let mut file = engine.results.create_draft(*handle).expect("a draft");
@@ -188,11 +205,13 @@ impl Game {
             _ => {}
         }
         let key = engine.find(&seat.key).expect("it was opened or known");
-        let asked = Entry::Asked { input: input.clone(), now_ns: self.now_ns, told: Vec::new(), seen: false };
+        let asked =
+            Entry::Asked { input: input.clone(), now_ns: self.now_ns, told: Vec::new(), seen: false, again: false };
         let history = Arc::clone(&seat.history);
         let number = history.lock().len();
         history.lock().push(asked);
-        let done = told(history, number, Arc::downgrade(&engine), key, input.clone(), now);
+        let told = Teller { history, number, engine: Arc::downgrade(&engine), silenced: Arc::clone(&self.silenced) };
+        let done = told.of(key, input.clone(), now);
         engine.submit(key, input, now, Box::new(done));
     }
 
@@ -245,7 +264,13 @@ impl Game {
                     let now_ns = game.now_ns;
                     for seat in &game.seats {
                         let told = vec![Ok(leasefs::machine::Reply::Done)];
-                        seat.history.lock().push(Entry::Asked { input: Input::Tick, now_ns, told, seen: true });
+                        seat.history.lock().push(Entry::Asked {
+                            input: Input::Tick,
+                            now_ns,
+                            told,
+                            seen: true,
+                            again: false,
+                        });
                     }
                     Arc::clone(&game.rig().engine)
                 };
@@ -254,6 +279,19 @@ impl Game {
             }
             Turn::Flush(fates) => Game::flush(game, fates, &[]),
             Turn::Slow(fates, acts) => Game::flush(game, fates, acts),
+            Turn::TakeOver(recorded) => {
+                if *recorded {
+                    let (engine, orders, now) = {
+                        let game = game.lock();
+                        game.silenced.store(true, Ordering::SeqCst);
+                        (Arc::clone(&game.rig().engine), game.rig().orders.clone(), game.now())
+                    };
+                    orders.expect([Fate::Killed]);
+                    engine.flush(now);
+                    orders.clear();
+                }
+                game.lock().take_over();
+            }
             Turn::Restart(rebooted) => {
                 Game::settle(game);
                 game.lock().restart(*rebooted);
@@ -291,10 +329,90 @@ impl Game {
         }
         for seat in &mut self.seats {
             seat.players.leave();
+            seat.opened.clear();
             seat.history.lock().push(Entry::Restarted { rebooted });
         }
         let (now, boot_id) = (self.now(), format!("boot-{}", self.boots));
         self.rig = self.rig.take().map(|rig| rig.restart(&boot_id, now));
+    }
+
+    /// Another server takes over what the one before kept; whatever was not answered is asked again.
+    fn take_over(&mut self) {
+        self.silenced.store(true, Ordering::SeqCst);
+        self.silenced = Arc::default();
+        let now = self.now();
+        let handles: Vec<OpenHandles> = (0..self.seats.len()).filter_map(|at| self.open_handles(at)).collect();
+        let boot_id = format!("boot-{}", self.boots);
+        self.rig = self.rig.take().map(|rig| rig.take_over(&boot_id, now, &handles));
+        let engine = Arc::clone(&self.rig().engine);
+        let kept: HashSet<Handle> = handles.iter().flat_map(|(_, claims, _)| claims.iter().copied()).collect();
+        for seat in &self.seats {
+            if engine.find(&seat.key).is_none() {
+                // Whoever opened it was not answered before it had a number, and asks again.
+                for _ in &seat.opened {
+                    engine.open_name(seat.parent, seat.name.as_bytes(), now).expect("a key's name");
+                }
+            }
+            let history = Arc::clone(&seat.history);
+            let asked = |(number, entry): (usize, &Entry)| match entry {
+                Entry::Asked { input, now_ns, told, .. } if told.is_empty() => Some((number, input.clone(), *now_ns)),
+                _ => None,
+            };
+            let again: Vec<(usize, Input, u64)> = {
+                let history = history.lock();
+                let lost = history.iter().rposition(|entry| matches!(entry, Entry::Restarted { .. }));
+                history.iter().enumerate().skip(lost.unwrap_or(0)).filter_map(asked).collect()
+            };
+            for (number, ..) in &again {
+                if let Entry::Asked { again, .. } = &mut history.lock()[*number] {
+                    *again = true;
+                }
+            }
+            for (number, input, now_ns) in again {
+                let now = Now { wall_ms: moment(now_ns).wall_ms + self.wall_offset_ms, ..moment(now_ns) };
+                let known = engine.find(&seat.key);
+                match (&input, known) {
+                    (Input::Create { handle, .. }, Some(_)) if kept.contains(handle) => {}
+                    (Input::Create { .. }, _) => {
+                        engine.open_name(seat.parent, seat.name.as_bytes(), now).expect("a key's name");
+                    }
+                    (Input::Lock { wait: Some(waiter), .. }, _) => while engine.new_waiter() <= *waiter {},
+                    _ => {}
+                }
+                let Some(key) = engine.find(&seat.key) else { panic!("{input:?} of a key nobody knows") };
+                let engine_of = Arc::downgrade(&engine);
+                let silenced = Arc::clone(&self.silenced);
+                let told = Teller { history: Arc::clone(&history), number, engine: engine_of, silenced };
+                let done = told.of(key, input.clone(), now);
+                engine.submit(key, input, now, Box::new(done));
+            }
+        }
+        drop(engine);
+        self.collect();
+    }
+
+    /// The handles of a key that are open as far as anybody was told, and those whose opening was not answered.
+    fn open_handles(&self, at: usize) -> Option<OpenHandles> {
+        let id = self.id(at)?;
+        let seat = &self.seats[at];
+        let mut claims = seat.opened.clone();
+        let mut drafts = HashMap::new();
+        for entry in seat.history.lock().iter() {
+            match entry {
+                Entry::Restarted { .. } => (claims, drafts) = (seat.opened.clone(), HashMap::new()),
+                Entry::Refused(..) => {}
+                Entry::Asked { input, told, .. } => match input {
+                    Input::Create { handle, .. } if told.first().is_none_or(Result::is_ok) => claims.push(*handle),
+                    Input::Close { handle, .. } if !told.is_empty() => claims.retain(|other| other != handle),
+                    Input::OpenDraft { handle, epoch, .. } if told.first().is_some_and(Result::is_ok) => {
+                        drafts.insert(*handle, *epoch);
+                    }
+                    Input::CloseDraft { handle } if !told.is_empty() => drop(drafts.remove(handle)),
+                    _ => {}
+                },
+            }
+        }
+        Some((id, claims, drafts.into_iter().collect()))
     }
 
     /// Ends all faults, and judges.
@@ -397,7 +515,7 @@ impl Game {
         never_in_line: impl Fn(WaiterId) -> bool,
     ) -> Result<(), TestCaseError> {
         let seat = &self.seats[at];
-        let mut waiting: HashMap<WaiterId, (usize, &Vec<Told>)> = HashMap::new();
+        let mut waiting: HashMap<WaiterId, (usize, bool, &Vec<Told>)> = HashMap::new();
         for (number, entry) in history.iter().enumerate() {
             let grants = match entry {
                 Entry::Refused(waiter, now_ns) => {
@@ -409,7 +527,7 @@ impl Game {
                     waiting.clear();
                     Vec::new()
                 }
-                Entry::Asked { input, now_ns, told, .. } => {
+                Entry::Asked { input, now_ns, told, again, .. } => {
                     prop_assert!(told.len() <= 1, "request {} was answered {:?}", number, told);
                     let waiter = match input {
                         Input::Lock { wait, .. } => *wait,
@@ -424,12 +542,17 @@ impl Game {
                     let (reply, grants) = model.step(input, *now_ns, seat.ttl);
                     match (reply, waiter) {
                         (Ok(leasefs::machine::Reply::Queued), Some(waiter)) => {
-                            waiting.insert(waiter, (number, told));
+                            waiting.insert(waiter, (number, *again, told));
                         }
                         _ if refused => {}
                         // What was on top of a refused request may have been told of it, and happened all the same.
                         (reply, _) if faulty && input.is_fact() => {
                             prop_assert_eq!(told.len(), 1, "{:?}: {:?}", input, reply)
+                        }
+                        // No client asks for these: what was done once is not there to be done again.
+                        _ if *again && matches!(input, Input::Lose { .. } | Input::Cancel(_)) => {}
+                        (Ok(_), _) if *again => {
+                            prop_assert!(told.first().is_some_and(Result::is_ok), "{:?} again: {:?}", input, told);
                         }
                         (reply, _) => prop_assert_eq!(told, &[reply], "the answer to request {}: {:?}", number, input),
                     }
@@ -437,9 +560,11 @@ impl Game {
                 }
             };
             for (waiter, reply) in grants {
-                let (number, told) = waiting.remove(&waiter).expect("granted in line");
+                let (number, again, told) = waiting.remove(&waiter).expect("granted in line");
                 prop_assert!(
-                    told.as_slice() == std::slice::from_ref(&reply) || told.first().is_some_and(is_by_order),
+                    told.as_slice() == std::slice::from_ref(&reply)
+                        || again && told.first().is_some_and(|told| told.is_ok() && reply.is_ok())
+                        || told.first().is_some_and(is_by_order),
                     "waiter {} (request {}) was told {:?} and not {:?}",
                     waiter,
                     number,
@@ -448,7 +573,8 @@ impl Game {
                 );
             }
         }
-        for (number, told) in waiting.iter().filter(|(waiter, _)| !model.is_doomed(**waiter)).map(|(_, asked)| asked) {
+        for (number, _, told) in waiting.iter().filter(|(waiter, _)| !model.is_doomed(**waiter)).map(|(_, asked)| asked)
+        {
             prop_assert!(told.is_empty(), "request {} still waits by the contract, but was told {:?}", number, told);
         }
         match self.look(at, |entry| compare(&entry.state, &model, self.now_ns)) {
@@ -465,32 +591,39 @@ impl Game {
     }
 }
 
-/// Notes an answer, and does what the mount does on it.
-fn told(
+/// Notes the answer to a request, unless the server was killed before it got out.
+struct Teller {
     history: Arc<Mutex<Vec<Entry>>>,
     number: usize,
     engine: Weak<Engine>,
-    key: KeyId,
-    input: Input,
-    now: Now,
-) -> impl FnOnce(Told) + Send {
-    move |answer| {
-        if let Some(engine) = engine.upgrade() {
-            match &input {
-                Input::Create { .. } if answer.is_err() => engine.not_opened(key, now),
-                Input::OpenDraft { handle, .. } if answer.is_err() => engine.results.discard(*handle),
-                Input::CloseDraft { handle } => engine.results.discard(*handle),
-                _ => {}
+    silenced: Arc<AtomicBool>,
+}
+
+impl Teller {
+    /// As an answer's callback, which also does what the mount does on it.
+    fn of(self, key: KeyId, input: Input, now: Now) -> impl FnOnce(Told) + Send {
+        let Teller { history, number, engine, silenced } = self;
+        move |answer| {
+            if silenced.load(Ordering::SeqCst) {
+                return;
             }
-        }
-        let mut history = history.lock();
-        if let Input::Lock { wait: Some(waiter), .. } = &input
-            && is_by_order(&answer)
-        {
-            history.push(Entry::Refused(*waiter, now.boot_ns));
-        }
-        if let Entry::Asked { told, .. } = &mut history[number] {
-            told.push(answer);
+            if let Some(engine) = engine.upgrade() {
+                match &input {
+                    Input::Create { .. } if answer.is_err() => engine.not_opened(key, now),
+                    Input::OpenDraft { handle, .. } if answer.is_err() => engine.results.discard(*handle),
+                    Input::CloseDraft { handle } => engine.results.discard(*handle),
+                    _ => {}
+                }
+            }
+            let mut history = history.lock();
+            if let Input::Lock { wait: Some(waiter), .. } = &input
+                && is_by_order(&answer)
+            {
+                history.push(Entry::Refused(*waiter, now.boot_ns));
+            }
+            if let Entry::Asked { told, .. } = &mut history[number] {
+                told.push(answer);
+            }
         }
     }
 }

@@ -108,12 +108,15 @@ impl Players {
                 self.files.retain(|other| *other != handle);
                 Input::Close { handle, why: Arc::from("closed") }
             }
-            Act::Unlink { process, may_forget } => {
-                Input::Unlink { process: self::process(process), may_forget, uid: uid(process), request: RequestId(0) }
-            }
+            Act::Unlink { process, may_forget } => Input::Unlink {
+                process: self::process(process),
+                may_forget,
+                uid: uid(process),
+                request: RequestId(numbers.handle().0),
+            },
             Act::Renew { file: at } => Input::Renew { handle: file(at)?, note: None },
             Act::SetTtl { process, ttl } => Input::SetTtl { uid: uid(process), ttl },
-            Act::Evict { back: by } => Input::Evict { epoch: back(by), why, request: RequestId(0) },
+            Act::Evict { back: by } => Input::Evict { epoch: back(by), why, request: RequestId(numbers.handle().0) },
             Act::Lose { back: by } => Input::Lose { epoch: back(by), why },
             Act::OpenDraft { process, back: by } => {
                 Input::OpenDraft { handle: numbers.handle(), epoch: back(by), uid: uid(process) }

@@ -1,15 +1,15 @@
 //! An engine on a directory of its own, over a registry that fails and delays to order.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use leasefs::engine::{Asked, Durability, Start};
-use leasefs::machine::Reply;
+use leasefs::engine::{Asked, Durability, Memory, Start, Survivors};
+use leasefs::machine::{Reply, Share, Standing};
 use leasefs::namespaces::{Credentials, Node};
 use leasefs::registry::sqlite::{Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
 use leasefs::results::Results;
-use leasefs::{Config, Engine, Epoch, Error, KeyId, NamespaceId, Now, verify};
+use leasefs::{Config, Engine, Epoch, Error, Handle, KeyId, NamespaceId, Now, verify};
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
@@ -21,6 +21,8 @@ pub enum Fate {
     Done,
     DiskFull,
     Broken,
+    /// It is done, and the server is killed before it knows.
+    Killed,
 }
 
 /// Whether it was refused by an order, and not because something did not fit.
@@ -84,6 +86,10 @@ impl Registry for FaultyRegistry {
         const ENOSPC: i32 = 28;
         match self.1.fate() {
             Fate::Done => self.0.commit(writes, durable),
+            Fate::Killed => {
+                self.0.commit(writes, durable)?;
+                Err(Error::storage(None, "killed, by order"))
+            }
             Fate::DiskFull => Err(Error::storage(Some(ENOSPC), "no space left, by order")),
             Fate::Broken => Err(Error::storage(None, "broken, by order")),
         }
@@ -98,12 +104,16 @@ impl Registry for FaultyRegistry {
     }
 }
 
+/// A key's open claim handles, and its open drafts with the attempts they are for.
+pub type OpenHandles = (KeyId, Vec<Handle>, Vec<(Handle, Epoch)>);
+
 /// An engine, its directory and its faults.
 #[derive(Clone)]
 pub struct Rig {
     dir: Arc<TempDir>,
     pub engine: Arc<Engine>,
     pub orders: Orders,
+    recorder: Recorder,
 }
 
 /// The TTL of leases where no namespace sets another, in milliseconds.
@@ -128,10 +138,41 @@ fn config() -> Config {
     Config { ttl: ttl(TTL_MS), durability: Durability::Full, max_result, max_keys, max_waiters, root }
 }
 
-fn open(dir: &TempDir, orders: &Orders, boot_id: &str, now: Now) -> Arc<Engine> {
+/// What the engine keeps for its successor.
+#[derive(Clone, Default)]
+pub struct Recorder(Arc<Mutex<Recorded>>);
+
+#[derive(Default)]
+struct Recorded {
+    lost: BTreeSet<Handle>,
+    shares: Vec<(KeyId, Share)>,
+    next_event: u64,
+}
+
+impl Memory for Recorder {
+    fn keep(&self, key: KeyId, standing: &Standing) {
+        let mut kept = self.0.lock();
+        match standing {
+            Standing::Lost(handle) => drop(kept.lost.insert(*handle)),
+            Standing::Shared(share) => kept.shares.push((key, (**share).clone())),
+            Standing::Unshared(handle, owner) => {
+                kept.shares.retain(|(_, share)| share.handle != *handle || share.owner != *owner);
+            }
+        }
+    }
+
+    fn next_event(&self, number: u64) {
+        self.0.lock().next_event = number;
+    }
+}
+
+fn open(dir: &TempDir, orders: &Orders, start: Start<'_>) -> Arc<Engine> {
     let registry = FaultyRegistry(SqliteRegistry::open(dir.path()).expect("registry"), orders.clone());
     let results = Results::open(dir.path()).expect("results");
-    Arc::new(Engine::open(config(), Box::new(registry), results, Start::alone(boot_id, now)).expect("engine"))
+    if start.survivors.is_none() {
+        results.drop_drafts(|_| false);
+    }
+    Arc::new(Engine::open(config(), Box::new(registry), results, start).expect("engine"))
 }
 
 impl Rig {
@@ -139,17 +180,47 @@ impl Rig {
     pub fn new(now: Now) -> Rig {
         let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
         let orders = Orders::default();
-        let engine = open(&dir, &orders, "boot-1", now);
-        Rig { dir: Arc::new(dir), engine, orders }
+        let recorder = Recorder::default();
+        let memory = Box::new(recorder.clone());
+        let engine = open(&dir, &orders, Start { memory, ..Start::alone("boot-1", now) });
+        Rig { dir: Arc::new(dir), engine, orders, recorder }
     }
 
     /// Ends the server and starts the next on the same directory.
     pub fn restart(self, boot_id: &str, now: Now) -> Rig {
-        let Rig { dir, engine, orders } = self;
+        let Rig { dir, engine, orders, .. } = self;
         assert_eq!(Arc::strong_count(&engine), 1, "somebody still uses the old engine");
         drop(engine);
-        let engine = open(&dir, &orders, boot_id, now);
-        Rig { dir, engine, orders }
+        let recorder = Recorder::default();
+        let memory = Box::new(recorder.clone());
+        let engine = open(&dir, &orders, Start { memory, ..Start::alone(boot_id, now) });
+        Rig { dir, engine, orders, recorder }
+    }
+
+    /// The server is killed and another takes its connection over: with the handles that are open, by key.
+    pub fn take_over(self, boot_id: &str, now: Now, open_handles: &[OpenHandles]) -> Rig {
+        let Rig { dir, engine, orders, recorder } = self;
+        assert_eq!(Arc::strong_count(&engine), 1, "somebody still uses the old engine");
+        drop(engine);
+        let mut survivors = Survivors::default();
+        {
+            let kept = recorder.0.lock();
+            survivors.next_event = kept.next_event;
+            for (key, claims, drafts) in open_handles {
+                for handle in claims {
+                    survivors.claim(*key, *handle, kept.lost.contains(handle));
+                }
+                for (draft, epoch) in drafts {
+                    survivors.draft(*key, *draft, *epoch);
+                }
+            }
+            for (key, share) in &kept.shares {
+                survivors.share(*key, share.clone());
+            }
+        }
+        let (memory, survivors) = (Box::new(recorder.clone()), Some(survivors));
+        let engine = self::open(&dir, &orders, Start { boot_id, now, memory, survivors });
+        Rig { dir, engine, orders, recorder }
     }
 
     /// The registry's rows.
