@@ -152,6 +152,7 @@ pub struct Engine {
     deadline_ns: AtomicU64,
     urgent: AtomicBool,
     checkpoint_due: AtomicBool,
+    orphaned: AtomicBool,
     /// Moving average of a commit, in nanoseconds.
     commit_ns: AtomicU64,
 }
@@ -187,6 +188,7 @@ impl Engine {
             deadline_ns: AtomicU64::new(u64::MAX),
             urgent: AtomicBool::new(false),
             checkpoint_due: AtomicBool::new(false),
+            orphaned: AtomicBool::new(false),
             commit_ns: AtomicU64::new(0),
         };
         engine.publish_hints(&engine.inner.lock());
@@ -366,6 +368,7 @@ impl Engine {
 
     fn publish_hints(&self, inner: &Inner) {
         self.urgent.store(inner.batch.urgent, Ordering::Release);
+        self.orphaned.store(!inner.orphans.is_empty(), Ordering::Release);
         let deadline_ns = inner.deadlines.first().map_or(u64::MAX, |(at, _)| *at);
         let lazy_ns = match (inner.batch.is_empty(), inner.retry_ns) {
             (true, _) => u64::MAX,

@@ -11,6 +11,10 @@ pub const FS_TYPE: &str = "fuse.leasefs";
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mounted {
+    /// Its number, which the kernel gives to another mount once this one is gone.
+    pub id: u64,
+    /// The device number of its filesystem, as `major:minor`; likewise.
+    pub device: String,
     /// Where.
     pub path: PathBuf,
     /// Filesystem type.
@@ -24,7 +28,15 @@ pub struct Mounted {
 /// # Errors
 /// Where `/proc` cannot be read.
 pub fn mounts() -> io::Result<Vec<Mounted>> {
-    Ok(parse(&std::fs::read("/proc/self/mountinfo")?))
+    mounts_of(Path::new("/proc/self"))
+}
+
+/// Every mount that a process sees, by its directory in `/proc`.
+///
+/// # Errors
+/// Where it cannot be read.
+pub fn mounts_of(process: &Path) -> io::Result<Vec<Mounted>> {
+    Ok(parse(&std::fs::read(process.join("mountinfo"))?))
 }
 
 /// Whether the leasefs tree, or a part of one, is mounted on this path.
@@ -57,14 +69,17 @@ fn parse(text: &[u8]) -> Vec<Mounted> {
 
 fn parse_line(line: &[u8]) -> Option<Mounted> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let whole = fields.nth(3)? == b"/";
+    let text = |field: &[u8]| String::from_utf8(field.to_vec()).ok();
+    let id = text(fields.next()?)?.parse().ok()?;
+    let device = text(fields.nth(1)?)?;
+    let whole = fields.next()? == b"/";
     let path = unescape(fields.next()?);
-    let fs_type = String::from_utf8(fields.skip_while(|field| *field != b"-").nth(1)?.to_vec()).ok()?;
-    Some(Mounted { path, fs_type, whole })
+    let fs_type = text(fields.skip_while(|field| *field != b"-").nth(1)?)?;
+    Some(Mounted { id, device, path, fs_type, whole })
 }
 
 /// Undoes the kernel's `\040` for blank, tab, newline and backslash.
-fn unescape(field: &[u8]) -> PathBuf {
+pub fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
     while let Some((first, after)) = rest.split_first() {
@@ -99,8 +114,8 @@ mod tests {
     fn each_mount_is_read_as_it_is() {
         let mounts = parse(MOUNTINFO);
         assert_eq!(mounts.len(), 6);
-        let box_claims = Mounted { path: "/box/claims".into(), fs_type: FS_TYPE.into(), whole: false };
-        assert_eq!(mounts[3], box_claims);
+        let (id, device, path, fs_type) = (92, "0:51".into(), "/box/claims".into(), FS_TYPE.into());
+        assert_eq!(mounts[3], Mounted { id, device, path, fs_type, whole: false });
         assert_eq!(parse(b"garbage\n\n1 2"), []);
     }
 

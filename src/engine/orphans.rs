@@ -3,6 +3,7 @@
 //! Whether a holder is dead is found out elsewhere; an attempt is ended by [`crate::machine::Input::Lose`].
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::Engine;
 use crate::ids::{Epoch, KeyId};
@@ -25,14 +26,13 @@ impl Engine {
         }
     }
 
-    /// Whether a claim would give the orphaned attempt of a key back to its holder.
-    pub fn is_return(&self, key: KeyId, claimant: &Claimant) -> bool {
-        let inner = self.inner.lock();
-        inner.orphans.contains(&key) && inner.keys.get(&key).is_some_and(|entry| entry.state.is_return(claimant))
+    /// Whether there are any orphaned attempts: asked often, and seldom so.
+    pub fn has_orphans(&self) -> bool {
+        self.orphaned.load(Ordering::Acquire)
     }
 
-    /// Whether a key is held by an attempt whose connection is gone.
-    pub fn is_orphaned(&self, key: KeyId) -> bool {
-        self.inner.lock().orphans.contains(&key)
+    /// Whether a claim would give the orphaned attempt of a key back to its holder.
+    pub fn is_return(&self, key: KeyId, claimant: &Claimant) -> bool {
+        self.inner.lock().keys.get(&key).is_some_and(|entry| entry.state.is_return(claimant))
     }
 }
