@@ -80,6 +80,13 @@ pub struct Connections {
 }
 
 impl Connections {
+    /// Connections known by their device numbers alone.
+    #[cfg(test)]
+    pub fn of(live: &str, lost: &[&str]) -> Connections {
+        let connection = |device: &&str| Connection { device: (*device).to_owned(), listed: None };
+        Connections { live: Some(connection(&live)), lost: Some(lost.iter().map(connection).collect()) }
+    }
+
     /// Whether a device number is that of the connection that is served.
     pub fn is_live(&self, device: &str) -> bool {
         self.live.as_ref().is_some_and(|live| live.device == device)

@@ -67,13 +67,15 @@ impl Look {
         if let Some(blind) = &self.blind {
             return Some(blind.clone());
         }
+        if let Some((pid, by)) = self.on_its_way {
+            return Some(format!("an open file is on its way through {by} of pid {pid}, and may be this one"));
+        }
         if let Some(error) = &self.unreadable.error {
             let (count, why) = (self.unreadable.processes.len(), Errno::from_raw(error.raw_os_error().unwrap_or(0)));
             let processes = if count == 1 { "1 process".to_owned() } else { format!("{count} processes") };
             return Some(format!("{processes} cannot be looked into: {}", why.desc()));
         }
-        let (pid, where_) = self.on_its_way?;
-        Some(format!("an open file is on its way through {where_} of pid {pid}, and may be this one"))
+        None
     }
 }
 
@@ -337,6 +339,8 @@ fn is_beside_the_point(link: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     #[test]
@@ -359,6 +363,97 @@ mod tests {
         }
         for link in ["anon_inode:[io_uring]", "socket:[1]", "/claims/k", "/claims/pipe:[1] (deleted)"] {
             assert!(!is_beside_the_point(link.as_bytes()), "{link}");
+        }
+    }
+
+    /// A `/proc` of our own making.
+    struct Proc(tempfile::TempDir);
+
+    impl Proc {
+        fn new() -> Proc {
+            Proc(tempfile::tempdir().expect("directory"))
+        }
+
+        fn task(&self, pid: u32, tid: u32) -> PathBuf {
+            let task = self.0.path().join(format!("{pid}/task/{tid}"));
+            fs::create_dir_all(task.join("fd")).expect("made");
+            fs::create_dir_all(task.join("fdinfo")).expect("made");
+            fs::write(task.join("comm"), format!("worker-{tid}\n")).expect("written");
+            task
+        }
+
+        /// A descriptor of a thread, in a mount namespace in which 42 is the lost tree, 43 the new one, 44 a stranger's.
+        fn open(&self, (pid, tid): (u32, u32), fd: u32, link: &str, info: &str) {
+            let task = self.task(pid, tid);
+            std::os::unix::fs::symlink(link, task.join(format!("fd/{fd}"))).expect("linked");
+            fs::write(task.join(format!("fdinfo/{fd}")), info).expect("written");
+            let mounts = "42 1 0:40 / /old rw - fuse.leasefs leasefs rw\n43 1 0:41 / /mnt rw - fuse.leasefs leasefs rw\n\
+                          44 1 0:50 / /other rw - fuse.leasefs leasefs rw\n";
+            fs::write(task.join("mountinfo"), mounts).expect("written");
+        }
+
+        fn look(&self) -> Look {
+            let asked = HashMap::from([(KEY, "k".to_owned())]);
+            let connections = Connections::of("0:41", &["0:40"]);
+            let (proc, look) = (self.0.path(), Look::default());
+            let mut looking = Looking { proc, shows_counts: false, asked: &asked, connections: &connections, look };
+            looking.everybody().expect("looked");
+            looking.look
+        }
+    }
+
+    // No kernel has as many.
+    const A: u32 = 50_000_010;
+    const B: u32 = 50_000_020;
+    const KEY: u64 = 4 << 60 | 7;
+
+    fn claim(mount: u32) -> String {
+        format!("pos:\t0\nflags:\t02\nmnt_id:\t{mount}\nino:\t{KEY}\n")
+    }
+
+    #[test]
+    fn only_a_handle_of_the_lost_tree_keeps_a_key() {
+        for (mount, keeps) in [(42, true), (43, false), (44, false), (99, true)] {
+            let proc = Proc::new();
+            proc.open((A, A), 3, "/claims/k", &claim(mount));
+            proc.open((A, A), 4, "pipe:[1]", &claim(42));
+            let why = proc.look().why_held(KEY);
+            let expected = keeps.then(|| format!("pid {A} (worker-{A}) still has it open"));
+            assert_eq!(why, expected, "mount {mount}");
+        }
+    }
+
+    #[test]
+    fn a_table_of_another_thread_is_looked_at() {
+        let proc = Proc::new();
+        proc.task(A, A);
+        proc.open((A, A + 1), 3, "/claims/k (deleted)", &claim(42));
+        proc.open((B, B), 3, "/claims/k", &claim(42));
+        proc.open((B, B), 4, "/claims/k", &claim(42));
+        let why = proc.look().why_held(KEY).expect("two have it");
+        assert!(why.ends_with("and 1 more still has it open"), "{why}");
+    }
+
+    #[test]
+    fn what_is_on_its_way_may_be_any_key() {
+        let proc = Proc::new();
+        proc.open((A, A), 3, "socket:[27]", "ino:\t27\nmnt_id:\t10\nscm_fds: 1\n");
+        let why = proc.look().why_held(KEY).expect("it may be this");
+        assert!(why.contains("through a socket of pid 50000010"), "{why}");
+    }
+
+    #[test]
+    fn a_file_in_a_ring_is_known_by_its_name() {
+        let ring = |files: &str| format!("ino:\t5\nmnt_id:\t10\n{files}UserBufs:\t0\n");
+        for (files, says) in [
+            ("UserFiles:\t1\n    0: /claims/k\n", "pid 50000010 ("),
+            ("UserFiles:\t2\n    0: <none>\n    1: /tmp/other\n", ""),
+            ("", "through a ring of pid 50000010"),
+        ] {
+            let proc = Proc::new();
+            proc.open((A, A), 3, "anon_inode:[io_uring]", &ring(files));
+            let why = proc.look().why_held(KEY).unwrap_or_default();
+            assert!(why.contains(says) && why.is_empty() == says.is_empty(), "{files}: {why}");
         }
     }
 
