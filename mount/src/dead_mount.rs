@@ -9,12 +9,9 @@
 //! A mount that may be alive may hang whoever looks at it. So nothing is asked of a mount before it is known to be the
 //! one that was served from here; and what is asked then is asked by a process that can be killed.
 
-use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -26,7 +23,7 @@ use nix::sys::stat::{Mode, fstatat};
 use nix::sys::statfs::{FsType, fstatfs};
 use serde::{Deserialize, Serialize};
 
-use crate::mountinfo::{FS_TYPE, Mounted, mounts};
+use crate::mountinfo::{FS_TYPE, Mounted, mounts, unique_id};
 use crate::{clock, kernel_mount};
 
 /// File name in the state directory.
@@ -37,8 +34,6 @@ const MAX_LOST: usize = 256;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The filesystem type of the kernel's list of FUSE connections.
 const FUSECTL: FsType = FsType(0x6573_5543);
-/// `STATX_MNT_ID_UNIQUE`.
-const MOUNT_ID_UNIQUE: u32 = 0x4000;
 
 /// What the state directory remembers of its mounts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,8 +60,8 @@ pub struct Connection {
 /// An entry of the kernel's list of FUSE connections (fusectl).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Listed {
-    /// The mount of the list: for as long as it is there, entries keep their inode numbers.
-    list: u64,
+    /// The mounts of the list: for as long as one of them is there, entries keep their inode numbers.
+    lists: Vec<u64>,
     ino: u64,
 }
 
@@ -111,10 +106,9 @@ impl Connections {
 
 impl Connection {
     fn new(device: String) -> Connection {
-        let listed = lists().into_iter().find_map(|(list, id)| {
-            let ino = entry(&list, &device).ok()??;
-            Some(Listed { list: id?, ino })
-        });
+        let lists = lists();
+        let ino = lists.iter().find_map(|(list, _)| entry(list, &device).ok()?);
+        let listed = ino.map(|ino| Listed { lists: lists.iter().filter_map(|(_, id)| *id).collect(), ino });
         Connection { device, listed }
     }
 
@@ -124,7 +118,10 @@ impl Connection {
     /// socket, or in a ring.
     fn is_there(&self) -> Option<bool> {
         let lists = lists();
-        let is_the_same = |id: Option<u64>| self.listed.as_ref().is_some_and(|listed| id == Some(listed.list));
+        let is_the_same = |id: Option<u64>| {
+            let listed = self.listed.as_ref().zip(id);
+            listed.is_some_and(|(listed, id)| listed.lists.contains(&id))
+        };
         let (list, id) = lists.iter().find(|(_, id)| is_the_same(*id)).or(lists.first())?;
         let ino = entry(list, &self.device).ok()?;
         let is_another = |ino| is_the_same(*id) && self.listed.as_ref().is_some_and(|listed| listed.ino != ino);
@@ -271,19 +268,6 @@ fn still_there(mut lost: Vec<Connection>, last: Connection, now: &Connection) ->
 fn lock(state_dir: &Path) -> Option<Flock<File>> {
     let file = OpenOptions::new().write(true).open(state_dir.join("lock")).ok()?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
-}
-
-/// The number of the mount on a path that no other mount has or had; none before Linux 6.8.
-fn unique_id(path: &Path) -> Option<u64> {
-    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-    // Without synchronising, the kernel answers from what it has: the filesystem is not asked.
-    let flags = libc::AT_STATX_DONT_SYNC | libc::AT_SYMLINK_NOFOLLOW | libc::AT_NO_AUTOMOUNT;
-    let mut found = MaybeUninit::<libc::statx>::zeroed();
-    // SAFETY: the path ends with a NUL and the buffer has the size that statx(2) fills.
-    let done = unsafe { libc::statx(libc::AT_FDCWD, path.as_ptr(), flags, MOUNT_ID_UNIQUE, found.as_mut_ptr()) };
-    // SAFETY: all zeroes is a value of this struct of numbers, and the kernel writes only numbers.
-    let found = unsafe { found.assume_init() };
-    (done == 0 && found.stx_mask & MOUNT_ID_UNIQUE != 0).then_some(found.stx_mnt_id)
 }
 
 /// Whether the mount on a path has lost its connection. Asked by a process that is killed where it gets no answer.

@@ -1,12 +1,15 @@
 //! What is mounted where, as `/proc/self/mountinfo` lists it.
 
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
 use std::io;
-use std::os::unix::ffi::OsStringExt;
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 /// The filesystem type of a leasefs tree.
 pub const FS_TYPE: &str = "fuse.leasefs";
+/// `STATX_MNT_ID_UNIQUE`.
+const MOUNT_ID_UNIQUE: u32 = 0x4000;
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,15 +31,38 @@ pub struct Mounted {
 /// # Errors
 /// Where `/proc` cannot be read.
 pub fn mounts() -> io::Result<Vec<Mounted>> {
-    mounts_of(Path::new("/proc/self"))
+    Ok(parse(&std::fs::read("/proc/self/mountinfo")?))
 }
 
-/// Every mount that a process sees, by its directory in `/proc`.
+/// The number of the mount on a path that no other mount has or had; none before Linux 6.8.
+pub fn unique_id(path: &Path) -> Option<u64> {
+    let found = look_at(path, libc::AT_SYMLINK_NOFOLLOW, MOUNT_ID_UNIQUE).ok()?;
+    (found.stx_mask & MOUNT_ID_UNIQUE != 0).then_some(found.stx_mnt_id)
+}
+
+/// The device number of the filesystem of a file that somebody has open, by its link in `/proc/PID/fd`, as `major:minor`.
 ///
 /// # Errors
-/// Where it cannot be read.
-pub fn mounts_of(process: &Path) -> io::Result<Vec<Mounted>> {
-    Ok(parse(&std::fs::read(process.join("mountinfo"))?))
+/// Where the link is gone, or may not be followed.
+pub fn device_of(link: &Path) -> io::Result<String> {
+    // Asked for nothing, a filesystem tells this even to those whom it tells nothing else.
+    let found = look_at(link, 0, 0)?;
+    Ok(format!("{}:{}", found.stx_dev_major, found.stx_dev_minor))
+}
+
+/// `statx(2)` without synchronising: the kernel answers from what it has, and the filesystem, which may be dead or hang, is
+/// not asked.
+fn look_at(path: &Path, flags: libc::c_int, mask: u32) -> io::Result<libc::statx> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let flags = flags | libc::AT_STATX_DONT_SYNC | libc::AT_NO_AUTOMOUNT;
+    let mut found = MaybeUninit::<libc::statx>::zeroed();
+    // SAFETY: the path ends with a NUL and the buffer has the size that statx(2) fills.
+    let done = unsafe { libc::statx(libc::AT_FDCWD, path.as_ptr(), flags, mask, found.as_mut_ptr()) };
+    if done != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: all zeroes is a value of this struct of numbers, and the kernel writes only numbers.
+    Ok(unsafe { found.assume_init() })
 }
 
 /// Whether the leasefs tree, or a part of one, is mounted on this path.

@@ -1,7 +1,7 @@
 //! One look through `/proc`: who has which old handle open, and what could not be seen.
 //!
-//! A handle is known by its inode number in `/proc/PID/fdinfo/FD`, and as an old one by its mount. Neither asks the
-//! filesystem anything, as following `/proc/PID/fd/FD` would; reading that link does not follow it.
+//! A handle is known by its inode number in `/proc/PID/fdinfo/FD`, and as an old one by the device number of its
+//! filesystem, which the kernel tells without asking the filesystem.
 //!
 //! # What may be read
 //! Directories of descriptors and their `fdinfo` take no lock that a process keeps while it waits for a filesystem, and
@@ -168,7 +168,6 @@ fn is_one_table(one: u32, other: u32) -> Option<bool> {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct FdInfo {
     ino: u64,
-    mount_id: u64,
     /// Descriptors that wait in a socket, or in the connections it has not accepted.
     in_socket: u64,
     /// The names of files registered with a ring.
@@ -188,7 +187,6 @@ impl FdInfo {
         let files = after.map_while(|line| line.trim_start().split_once(": ")).filter(|(number, _)| is_number(number));
         FdInfo {
             ino: number("ino:"),
-            mount_id: number("mnt_id:"),
             in_socket: number("scm_fds:"),
             in_ring: files.map(|(_, path)| name_of(path)).collect(),
             is_listed,
@@ -283,7 +281,7 @@ impl Looking<'_> {
             if link.is_ok_and(|link| link == RING) {
                 self.ring(pid, task, &info);
             }
-            if self.asked.contains_key(&info.ino) && self.is_old(task, info.mount_id) {
+            if self.asked.contains_key(&info.ino) && self.is_old(&fds.join(&name)) {
                 self.found(pid, task, info.ino);
             }
         }
@@ -320,15 +318,9 @@ impl Looking<'_> {
         }
     }
 
-    /// Whether a file on this mount is one of a lost connection. A mount that is not found was taken away, or is in
-    /// another mount namespace: it may be.
-    fn is_old(&self, task: &Path, mount_id: u64) -> bool {
-        let device = |process: &Path| {
-            let mounts = mountinfo::mounts_of(process).ok()?;
-            mounts.into_iter().find(|mount| mount.id == mount_id).map(|mount| mount.device)
-        };
-        let Some(device) = device(task).or_else(|| device(&self.proc.join("self"))) else { return true };
-        self.connections.may_be_lost(&device)
+    /// Whether an open file is one of a lost connection. One of which that is not known may be.
+    fn is_old(&self, link: &Path) -> bool {
+        mountinfo::device_of(link).map_or(true, |device| self.connections.may_be_lost(&device))
     }
 }
 
@@ -346,9 +338,9 @@ mod tests {
     #[test]
     fn what_matters_of_a_descriptor_is_read() {
         let file = "pos:\t0\nflags:\t02\nmnt_id:\t42\nino:\t4611686018427387905\n";
-        assert_eq!(FdInfo::parse(file), FdInfo { ino: 4 << 60 | 1, mount_id: 42, ..FdInfo::default() });
+        assert_eq!(FdInfo::parse(file), FdInfo { ino: 4 << 60 | 1, ..FdInfo::default() });
         let socket = "pos:\t0\nflags:\t02000002\nmnt_id:\t10\nino:\t27\nscm_fds: 3\n";
-        assert_eq!(FdInfo::parse(socket), FdInfo { ino: 27, mount_id: 10, in_socket: 3, ..FdInfo::default() });
+        assert_eq!(FdInfo::parse(socket), FdInfo { ino: 27, in_socket: 3, ..FdInfo::default() });
         let ring = "pos:\t0\nSqMask:\t0x7\nUserFiles:\t3\n    0: /claims/a\\040b\\040(deleted)\n    1: <none>\n    2: k\n\
                     UserBufs:\t1\n    0: 0x7f/4096\n";
         let ring = FdInfo::parse(ring);
@@ -382,21 +374,20 @@ mod tests {
             task
         }
 
-        /// A descriptor of a thread, in a mount namespace in which 42 is the lost tree, 43 the new one, 44 a stranger's.
         fn open(&self, (pid, tid): (u32, u32), fd: u32, link: &str, info: &str) {
             let task = self.task(pid, tid);
             std::os::unix::fs::symlink(link, task.join(format!("fd/{fd}"))).expect("linked");
             fs::write(task.join(format!("fdinfo/{fd}")), info).expect("written");
-            let mounts = "42 1 0:40 / /old rw - fuse.leasefs leasefs rw\n43 1 0:41 / /mnt rw - fuse.leasefs leasefs rw\n\
-                          44 1 0:50 / /other rw - fuse.leasefs leasefs rw\n";
-            fs::write(task.join("mountinfo"), mounts).expect("written");
         }
 
         fn look(&self) -> Look {
+            self.look_with(&Connections::of("0:1000001", &["0:1000002"]))
+        }
+
+        fn look_with(&self, connections: &Connections) -> Look {
             let asked = HashMap::from([(KEY, "k".to_owned())]);
-            let connections = Connections::of("0:41", &["0:40"]);
             let (proc, look) = (self.0.path(), Look::default());
-            let mut looking = Looking { proc, shows_counts: false, asked: &asked, connections: &connections, look };
+            let mut looking = Looking { proc, shows_counts: false, asked: &asked, connections, look };
             looking.everybody().expect("looked");
             looking.look
         }
@@ -405,31 +396,35 @@ mod tests {
     // No kernel has as many.
     const A: u32 = 50_000_010;
     const B: u32 = 50_000_020;
-    const KEY: u64 = 4 << 60 | 7;
+    const KEY: u64 = (4 << 60) | 7;
 
-    fn claim(mount: u32) -> String {
-        format!("pos:\t0\nflags:\t02\nmnt_id:\t{mount}\nino:\t{KEY}\n")
-    }
+    const CLAIM: &str = "pos:\t0\nflags:\t02\nmnt_id:\t42\nino:\t4611686018427387911\n";
 
     #[test]
     fn only_a_handle_of_the_lost_tree_keeps_a_key() {
-        for (mount, keeps) in [(42, true), (43, false), (44, false), (99, true)] {
-            let proc = Proc::new();
-            proc.open((A, A), 3, "/claims/k", &claim(mount));
-            proc.open((A, A), 4, "pipe:[1]", &claim(42));
-            let why = proc.look().why_held(KEY);
-            let expected = keeps.then(|| format!("pid {A} (worker-{A}) still has it open"));
-            assert_eq!(why, expected, "mount {mount}");
-        }
+        let proc = Proc::new();
+        let file = proc.0.path().join("claim");
+        fs::write(&file, "").expect("written");
+        let here = mountinfo::device_of(&file).expect("a file");
+        proc.open((A, A), 3, file.to_str().expect("UTF-8"), CLAIM);
+        proc.open((A, A), 4, "pipe:[1]", CLAIM);
+        let why = |live, lost: &[&str]| proc.look_with(&Connections::of(live, lost)).why_held(KEY);
+        let kept = Some(format!("pid {A} (worker-{A}) still has it open"));
+        assert_eq!(why("0:1000001", &[&here]), kept);
+        assert_eq!(why(&here, &["0:1000001"]), None, "of the tree that is served");
+        assert_eq!(why("0:1000001", &["0:1000002"]), None, "of a stranger's tree");
+        assert_eq!(why("0:1000001", &[]), kept, "it is not known what was lost");
+        fs::remove_file(&file).expect("removed");
+        assert_eq!(why("0:1000001", &["0:1000002"]), kept, "it is not known whose it is");
     }
 
     #[test]
     fn a_table_of_another_thread_is_looked_at() {
         let proc = Proc::new();
         proc.task(A, A);
-        proc.open((A, A + 1), 3, "/claims/k (deleted)", &claim(42));
-        proc.open((B, B), 3, "/claims/k", &claim(42));
-        proc.open((B, B), 4, "/claims/k", &claim(42));
+        proc.open((A, A + 1), 3, "/claims/k (deleted)", CLAIM);
+        proc.open((B, B), 3, "/claims/k", CLAIM);
+        proc.open((B, B), 4, "/claims/k", CLAIM);
         let why = proc.look().why_held(KEY).expect("two have it");
         assert!(why.ends_with("and 1 more still has it open"), "{why}");
     }
