@@ -9,7 +9,7 @@
 //! A mount that may be alive may hang whoever looks at it. So nothing is asked of a mount before it is known to be the
 //! one that was served from here; and what is asked then is asked by a process that can be killed.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -18,13 +18,13 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use nix::fcntl::{AtFlags, Flock, FlockArg, OFlag, open};
+use nix::fcntl::{AtFlags, OFlag, open};
 use nix::sys::stat::{Mode, fstatat};
 use nix::sys::statfs::{FsType, fstatfs};
 use serde::{Deserialize, Serialize};
 
 use crate::mountinfo::{FS_TYPE, Mounted, mounts, unique_id};
-use crate::{clock, kernel_mount};
+use crate::{clock, keeper, kernel_mount};
 
 /// File name in the state directory.
 const FILE: &str = "mount.json";
@@ -204,11 +204,17 @@ impl Record {
 /// It is there and dead, and cannot be taken away.
 pub fn clean(state_dir: &Path, mountpoint: &Path) -> Result<()> {
     let Some(record) = Record::read(state_dir) else { return Ok(()) };
-    // Whoever has it serves the mount, or is about to.
-    let Some(_lock) = lock(state_dir) else { return Ok(()) };
     // The last one there is on top; what it hides cannot be taken away.
-    let Some(top) = mounts()?.into_iter().rfind(|mount| mount.path == record.mountpoint) else { return Ok(()) };
-    if !record.is(&top) {
+    let is_there = || {
+        let top = mounts()?.into_iter().rfind(|mount| mount.path == record.mountpoint);
+        io::Result::Ok(top.is_some_and(|top| record.is(&top)))
+    };
+    if !is_there()? {
+        return Ok(());
+    }
+    // Whoever has it serves the mount. It ends with them, so that it is looked for again.
+    let Ok(_lock) = keeper::lock_state(state_dir) else { return Ok(()) };
+    if !is_there()? {
         return Ok(());
     }
     let shown = record.mountpoint.display();
@@ -262,12 +268,6 @@ fn still_there(mut lost: Vec<Connection>, last: Connection, now: &Connection) ->
     lost.retain(|before| before.is_there() != Some(false));
     lost.push(last);
     lost
-}
-
-/// The state directory's lock; none while a server has it.
-fn lock(state_dir: &Path) -> Option<Flock<File>> {
-    let file = OpenOptions::new().write(true).open(state_dir.join("lock")).ok()?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
 }
 
 /// Whether the mount on a path has lost its connection. Asked by a process that is killed where it gets no answer.

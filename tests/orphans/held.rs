@@ -1,6 +1,7 @@
 //! Nothing is given to a second holder while a first may be alive, and what is proven dead is free at once.
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::json;
 
 use crate::common::agent::Agent;
@@ -206,6 +207,41 @@ fn a_second_loss_keeps_what_the_first_left() {
     for key in ["first", "second"] {
         assert_eq!(tree.wait_lost(key), 2);
     }
+}
+
+#[test]
+fn a_new_server_on_a_living_connection_orphans_nothing_and_goes_on_looking() {
+    let mut tree = Lost::new();
+    let (lost, live) = (Agent::new(), Agent::new());
+    lost.create(&tree.claim("lost")).expect("free");
+    tree.lose_and_mount();
+    let fd = live.create(&tree.claim("live")).expect("free");
+    let server = tree.server_pid().expect("a server");
+    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
+    wait_for("the next server", || tree.server_pid().is_some_and(|pid| pid != server));
+    assert_eq!(live.epoch(fd), Ok(1));
+    assert_eq!(tree.state_of("live"), "held");
+    tree.wait_why("lost", &named(&lost));
+    tree.assert_refused("lost");
+    lost.kill();
+    assert_eq!(tree.wait_lost("lost"), 2);
+    assert_eq!(live.write(fd, "still there"), Ok(11));
+}
+
+#[test]
+fn what_came_back_is_not_orphaned_by_a_new_server() {
+    let mut tree = Lost::new();
+    let holder = Agent::new();
+    holder.create(&tree.claim("k")).expect("free");
+    tree.lose_and_mount();
+    let fd = holder.create(&tree.claim("k")).expect("its own");
+    let server = tree.server_pid().expect("a server");
+    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
+    wait_for("the next server", || tree.server_pid().is_some_and(|pid| pid != server));
+    assert_eq!((tree.state_of("k").as_str(), holder.epoch(fd)), ("held", Ok(1)));
+    holder.close(fd);
+    assert_eq!(tree.state_of("k"), "free");
+    tree.verify();
 }
 
 #[test]
