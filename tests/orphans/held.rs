@@ -1,5 +1,7 @@
 //! Nothing is given to a second holder while a first may be alive, and what is proven dead is free at once.
 
+use std::collections::BTreeSet;
+
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
@@ -189,6 +191,35 @@ os.close(fd)
     tree.wait_why("k", "on its way through a socket of pid");
     tree.assert_refused("k");
     holder.kill();
+    assert_eq!(tree.wait_lost("k"), 2);
+}
+
+#[test]
+fn a_handle_that_is_passed_on_all_the_time_keeps_the_key() {
+    let mut tree = Lost::new();
+    // A chain of processes: each has the handle for a moment, starts the next and exits. It ends with the file.
+    let chain = "
+import os, sys, time
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT | os.O_EXCL)
+while os.path.exists(sys.argv[2]):
+    time.sleep(0.015)
+    if os.fork():
+        os._exit(0)
+";
+    let goes_on = tree.scratch().join("goes-on");
+    std::fs::write(&goes_on, "").expect("written");
+    let started = tree.command("python3").arg("-c").arg(chain).arg(tree.claim("k")).arg(&goes_on).status();
+    assert!(started.expect("python3 runs").success());
+    tree.lose_and_mount();
+    let mut seen = BTreeSet::new();
+    wait_for("three of them are seen", || {
+        let status = tree.status("k");
+        assert_eq!(status["state"], "orphaned", "{status}");
+        let why = status["orphaned_why"].as_str().unwrap_or_default();
+        seen.extend(why.starts_with("pid ").then(|| why.to_owned()));
+        seen.len() >= 3
+    });
+    std::fs::remove_file(&goes_on).expect("removed");
     assert_eq!(tree.wait_lost("k"), 2);
 }
 
