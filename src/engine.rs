@@ -9,6 +9,7 @@
 //! it decides which thread pays.
 
 mod decide;
+mod orphans;
 mod settle;
 mod survivors;
 mod tree;
@@ -17,6 +18,7 @@ pub use survivors::{Memory, Oblivious, Survivors};
 pub use tree::Asked;
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -85,6 +87,8 @@ pub struct KeyEntry {
     counted: Option<u32>,
     /// Open claim handles.
     opens: usize,
+    /// Why an orphaned attempt is not free yet, for people.
+    pub(crate) orphaned_why: Option<Arc<str>>,
 }
 
 struct Inner {
@@ -93,6 +97,8 @@ struct Inner {
     keys: HashMap<KeyId, KeyEntry>,
     last_key: u64,
     deadlines: BTreeSet<(u64, KeyId)>,
+    /// Keys that are held by an attempt whose connection is gone.
+    orphans: BTreeSet<KeyId>,
     waiting: Waiting,
     held_by_uid: HashMap<u32, usize>,
     held: usize,
@@ -146,6 +152,7 @@ pub struct Engine {
     deadline_ns: AtomicU64,
     urgent: AtomicBool,
     checkpoint_due: AtomicBool,
+    orphaned: AtomicBool,
     /// Moving average of a commit, in nanoseconds.
     commit_ns: AtomicU64,
 }
@@ -181,6 +188,7 @@ impl Engine {
             deadline_ns: AtomicU64::new(u64::MAX),
             urgent: AtomicBool::new(false),
             checkpoint_due: AtomicBool::new(false),
+            orphaned: AtomicBool::new(false),
             commit_ns: AtomicU64::new(0),
         };
         engine.publish_hints(&engine.inner.lock());
@@ -360,6 +368,7 @@ impl Engine {
 
     fn publish_hints(&self, inner: &Inner) {
         self.urgent.store(inner.batch.urgent, Ordering::Release);
+        self.orphaned.store(!inner.orphans.is_empty(), Ordering::Release);
         let deadline_ns = inner.deadlines.first().map_or(u64::MAX, |(at, _)| *at);
         let lazy_ns = match (inner.batch.is_empty(), inner.retry_ns) {
             (true, _) => u64::MAX,

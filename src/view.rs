@@ -42,6 +42,8 @@ struct Status<'a> {
     result: Option<CommittedResult>,
     #[serde(skip_serializing_if = "Option::is_none")]
     why: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    orphaned_why: Option<&'a str>,
 }
 
 /// The attempt that a reader is told about as the holder: none once its deadline has passed.
@@ -80,6 +82,9 @@ pub fn status(entry: &KeyEntry, now: Now) -> String {
             committed: rfc3339(result.committed_ms),
         }),
         why: state.attempt.as_ref().and_then(|attempt| attempt.why.as_deref()),
+        orphaned_why: live
+            .filter(|attempt| attempt.orphaned)
+            .map(|_| entry.orphaned_why.as_deref().unwrap_or("its holder has not been looked for yet")),
     };
     let mut line = serde_json::to_string(&shown).unwrap_or_default();
     line.push('\n');

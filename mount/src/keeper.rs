@@ -43,7 +43,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::handover::{ABLE, Fds, Handover, PROTOCOL, READY};
 use crate::server::{self, LOG, Plan};
-use crate::{connection, kernel_mount, mountinfo};
+use crate::{connection, dead_mount, kernel_mount, mountinfo};
 use child::{Program, Server};
 use control::{Control, Requester};
 use pace::Pace;
@@ -80,6 +80,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
     }
     // It was started by another path, and is to be found by its name.
     let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
+    dead_mount::clean(&plan.state_dir, &plan.mountpoint)?;
     let mountpoint = kernel_mount::check_mountpoint(&plan.mountpoint)?;
     let state_dir = server::make_state_dir(&plan.state_dir, &mountpoint)?;
     let lock = lock_state(&state_dir)?;
@@ -96,6 +97,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
     let (flight, files) = (memory("leasefs-flight")?, memory("leasefs-files")?);
     let device = kernel_mount::connect(&mountpoint, &plan.options)?;
     let mounted = Mounted(mountpoint.clone());
+    dead_mount::record(&state_dir, &mountpoint)?;
     let init = first_request(&device)?;
     let can_resend = connection::has_resend(&init);
     let plan = Plan { mountpoint, state_dir, ..plan.clone() };
@@ -484,7 +486,10 @@ impl Drop for Mounted {
 }
 
 /// Keeps another keeper off the state directory for as long as this one or its server lives.
-fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
+///
+/// # Errors
+/// Another one has it.
+pub fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
     let path = state_dir.join("lock");
     let began = Instant::now();
     loop {

@@ -3,6 +3,7 @@
 mod cli;
 mod clock;
 mod connection;
+mod dead_mount;
 mod errno;
 mod flight;
 mod fs;
@@ -13,6 +14,7 @@ mod kernel_mount;
 mod killpoint;
 mod mountinfo;
 mod openfiles;
+mod orphans;
 mod process;
 mod server;
 mod timekeeper;

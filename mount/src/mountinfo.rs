@@ -1,16 +1,23 @@
 //! What is mounted where, as `/proc/self/mountinfo` lists it.
 
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
 use std::io;
-use std::os::unix::ffi::OsStringExt;
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 /// The filesystem type of a leasefs tree.
 pub const FS_TYPE: &str = "fuse.leasefs";
+/// `STATX_MNT_ID_UNIQUE`.
+const MOUNT_ID_UNIQUE: u32 = 0x4000;
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mounted {
+    /// Its number, which the kernel gives to another mount once this one is gone.
+    pub id: u64,
+    /// The device number of its filesystem, as `major:minor`; likewise.
+    pub device: String,
     /// Where.
     pub path: PathBuf,
     /// Filesystem type.
@@ -25,6 +32,37 @@ pub struct Mounted {
 /// Where `/proc` cannot be read.
 pub fn mounts() -> io::Result<Vec<Mounted>> {
     Ok(parse(&std::fs::read("/proc/self/mountinfo")?))
+}
+
+/// The number of the mount on a path that no other mount has or had; none before Linux 6.8.
+pub fn unique_id(path: &Path) -> Option<u64> {
+    let found = look_at(path, libc::AT_SYMLINK_NOFOLLOW, MOUNT_ID_UNIQUE).ok()?;
+    (found.stx_mask & MOUNT_ID_UNIQUE != 0).then_some(found.stx_mnt_id)
+}
+
+/// The device number of the filesystem of a file that somebody has open, by its link in `/proc/PID/fd`, as `major:minor`.
+///
+/// # Errors
+/// Where the link is gone, or may not be followed.
+pub fn device_of(link: &Path) -> io::Result<String> {
+    // Asked for nothing, a filesystem tells this even to those whom it tells nothing else.
+    let found = look_at(link, 0, 0)?;
+    Ok(format!("{}:{}", found.stx_dev_major, found.stx_dev_minor))
+}
+
+/// `statx(2)` without synchronising: the kernel answers from what it has, and the filesystem, which may be dead or hang, is
+/// not asked.
+fn look_at(path: &Path, flags: libc::c_int, mask: u32) -> io::Result<libc::statx> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let flags = flags | libc::AT_STATX_DONT_SYNC | libc::AT_NO_AUTOMOUNT;
+    let mut found = MaybeUninit::<libc::statx>::zeroed();
+    // SAFETY: the path ends with a NUL and the buffer has the size that statx(2) fills.
+    let done = unsafe { libc::statx(libc::AT_FDCWD, path.as_ptr(), flags, mask, found.as_mut_ptr()) };
+    if done != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: all zeroes is a value of this struct of numbers, and the kernel writes only numbers.
+    Ok(unsafe { found.assume_init() })
 }
 
 /// Whether the leasefs tree, or a part of one, is mounted on this path.
@@ -57,14 +95,17 @@ fn parse(text: &[u8]) -> Vec<Mounted> {
 
 fn parse_line(line: &[u8]) -> Option<Mounted> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let whole = fields.nth(3)? == b"/";
+    let text = |field: &[u8]| String::from_utf8(field.to_vec()).ok();
+    let id = text(fields.next()?)?.parse().ok()?;
+    let device = text(fields.nth(1)?)?;
+    let whole = fields.next()? == b"/";
     let path = unescape(fields.next()?);
-    let fs_type = String::from_utf8(fields.skip_while(|field| *field != b"-").nth(1)?.to_vec()).ok()?;
-    Some(Mounted { path, fs_type, whole })
+    let fs_type = text(fields.skip_while(|field| *field != b"-").nth(1)?)?;
+    Some(Mounted { id, device, path, fs_type, whole })
 }
 
 /// Undoes the kernel's `\040` for blank, tab, newline and backslash.
-fn unescape(field: &[u8]) -> PathBuf {
+pub fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
     while let Some((first, after)) = rest.split_first() {
@@ -99,8 +140,8 @@ mod tests {
     fn each_mount_is_read_as_it_is() {
         let mounts = parse(MOUNTINFO);
         assert_eq!(mounts.len(), 6);
-        let box_claims = Mounted { path: "/box/claims".into(), fs_type: FS_TYPE.into(), whole: false };
-        assert_eq!(mounts[3], box_claims);
+        let (id, device, path, fs_type) = (92, "0:51".into(), "/box/claims".into(), FS_TYPE.into());
+        assert_eq!(mounts[3], Mounted { id, device, path, fs_type, whole: false });
         assert_eq!(parse(b"garbage\n\n1 2"), []);
     }
 

@@ -198,6 +198,41 @@ fn may_see_exit_code(tid: u32) -> bool {
     !refused
 }
 
+/// Whether a thread that waits for an answer is inside an exclusive create: `open(2)` with `O_CREAT | O_EXCL`.
+///
+/// False where it cannot be told. Reading this waits for a process inside `execve(2)`, but only once no other thread of it
+/// is left, and this one is inside another call.
+pub fn is_creating(tid: u32) -> bool {
+    // It may not sleep yet. How long that takes is up to the kernel, so there is an end to it.
+    const TRIES: usize = 1_000;
+    for _ in 0..TRIES {
+        match fs::read_to_string(format!("/proc/{tid}/syscall")) {
+            Ok(call) if call.starts_with("running") => std::thread::yield_now(),
+            Ok(call) => return is_exclusive_create(&call),
+            Err(_) => return false,
+        }
+    }
+    false
+}
+
+/// Reads a line of `/proc/TID/syscall`: the call's number and its arguments.
+fn is_exclusive_create(call: &str) -> bool {
+    let mut fields = call.split_ascii_whitespace();
+    let number = fields.next().and_then(|number| number.parse::<i64>().ok());
+    let argument = |index: usize| {
+        let argument = call.split_ascii_whitespace().nth(index + 1)?.strip_prefix("0x")?;
+        u64::from_str_radix(argument, 16).ok()
+    };
+    let flags = match number {
+        Some(libc::SYS_openat) => argument(2),
+        #[cfg(target_arch = "x86_64")]
+        Some(libc::SYS_open) => argument(1),
+        _ => None,
+    };
+    let exclusive = (libc::O_CREAT | libc::O_EXCL).cast_unsigned();
+    flags.is_some_and(|flags| flags as u32 & exclusive == exclusive)
+}
+
 /// The supplementary groups of a thread; none where it cannot be seen.
 pub fn groups(tid: u32) -> Vec<u32> {
     let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
@@ -359,5 +394,16 @@ mod tests {
         assert_eq!(&*why, "killed by signal 9");
         child.wait().expect("wait");
         assert_eq!(&*processes.why_gone(process), "exited");
+    }
+
+    #[test]
+    fn an_exclusive_create_is_told_from_other_calls() {
+        let call =
+            |number: i64, flags: i32| format!("{number} 0xffffff9c 0x7f00 {flags:#x} 0x1b6 0x0 0x0 0x7ffd 0x7f01\n");
+        let exclusive = libc::O_RDWR | libc::O_CREAT | libc::O_EXCL | libc::O_CLOEXEC;
+        assert!(is_exclusive_create(&call(libc::SYS_openat, exclusive)));
+        assert!(!is_exclusive_create(&call(libc::SYS_openat, libc::O_RDWR | libc::O_CREAT)));
+        assert!(!is_exclusive_create(&call(libc::SYS_statx, exclusive)));
+        assert!(!is_exclusive_create("-1 0x7ffd 0x7f01\n"));
     }
 }

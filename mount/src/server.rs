@@ -25,7 +25,7 @@ use crate::fs::{Kept, LeaseFs, Settings, survivors};
 use crate::handover::{Handover, Passed};
 use crate::kernel_mount::{self, Options};
 use crate::openfiles::OpenFiles;
-use crate::{clock, killpoint, mountinfo, timekeeper};
+use crate::{clock, dead_mount, killpoint, mountinfo, orphans, timekeeper};
 
 /// How a tree is to be served.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -143,6 +143,8 @@ fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<(
         shared.writer.run(|| u64::MAX, || shared.on_write());
     })?;
     timekeeper::spawn("watcher", shared, |shared| shared.watcher.run(|wait| shared.on_signal(wait)))?;
+    let connections = dead_mount::connections(&shared.settings.state_dir);
+    timekeeper::spawn("orphans", shared, move |shared| orphans::look_after(shared, &connections))?;
     std::thread::Builder::new().name("signals".into()).spawn(move || unmount_on_signal(&mountpoint, signals))?;
     Ok(())
 }

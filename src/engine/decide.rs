@@ -27,6 +27,7 @@ impl Inner {
             keys: HashMap::new(),
             last_key: 0,
             deadlines: BTreeSet::new(),
+            orphans: BTreeSet::new(),
             waiting: Waiting::default(),
             held_by_uid: HashMap::new(),
             held: 0,
@@ -66,8 +67,16 @@ impl Inner {
             let left = survivors.take(id);
             let opens = left.claims.len();
             inner.adopt(id, &mut state, left, now);
-            let entry =
-                KeyEntry { key: known.row.key, namespace, state, unsettled: 0, armed_ns: None, counted: None, opens };
+            let entry = KeyEntry {
+                key: known.row.key,
+                namespace,
+                state,
+                unsettled: 0,
+                armed_ns: None,
+                counted: None,
+                opens,
+                orphaned_why: None,
+            };
             inner.keys.insert(id, entry);
             inner.refresh(id);
             inner.forget_unused(id, now);
@@ -115,6 +124,7 @@ impl Inner {
             armed_ns: None,
             counted: None,
             opens: 0,
+            orphaned_why: None,
         };
         self.keys.insert(id, entry);
         Ok(id)
@@ -260,6 +270,10 @@ impl Inner {
             }
             _ => return Ok(input),
         };
+        // What it has, it may have back.
+        if self.keys.get(&id).is_some_and(|entry| entry.state.is_return(claimant)) {
+            return Ok(input);
+        }
         let uid = claimant.uid;
         let taken = self.keys.get(&id).is_some_and(|entry| entry.state.has_file());
         let claims = matches!(&input, Input::Create { .. } | Input::Lock { mode: Mode::Exclusive, .. });
@@ -339,6 +353,11 @@ impl Inner {
                 self.deadlines.insert((at, id));
             }
             entry.armed_ns = deadline;
+        }
+        if entry.state.is_orphaned() {
+            self.orphans.insert(id);
+        } else if self.orphans.remove(&id) {
+            entry.orphaned_why = None;
         }
         let uid = entry.state.live().map(|attempt| attempt.claimant.uid);
         if uid != entry.counted {

@@ -48,6 +48,12 @@ impl Claimant {
     pub fn includes(&self, process: Process) -> bool {
         self.opener.is(process) || self.locker.is(process)
     }
+
+    /// Whether one of the processes behind this claim is one of those behind the other.
+    pub fn shares_a_process_with(&self, other: &Claimant) -> bool {
+        let is_ours = |process: Process| self.holder.is(process) || self.includes(process);
+        is_ours(other.opener) || is_ours(other.locker)
+    }
 }
 
 /// By which form a lease was claimed.

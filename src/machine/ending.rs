@@ -2,7 +2,7 @@
 //!
 //! Every ending goes through [`KeyState::end`], and every one that is not the holder's own compares the epoch first.
 
-use super::attempt::{Outcome, Process, ResultMeta, Why};
+use super::attempt::{Attempt, Outcome, Process, ResultMeta, Why};
 use super::state::KeyState;
 use super::{Change, Context, Effects, Notice, Reply, Standing};
 use crate::error::Error;
@@ -77,23 +77,17 @@ impl KeyState {
         Ok(Reply::Done)
     }
 
-    /// The holder of attempt `epoch` is dead. As after its exit, the attempt stays registered: what it did may still be
-    /// recorded, and an open draft keeps it (§6).
+    /// The holder of the orphaned attempt `epoch` is dead. As after its exit, the attempt stays registered: what it did may
+    /// still be recorded, and an open draft keeps it (§6). The proof is about the handle that went with its connection: an
+    /// attempt that its holder took back in the meantime is not touched.
     pub(super) fn lose(&mut self, epoch: Epoch, why: Why, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
-        if self.live().is_none_or(|attempt| attempt.epoch != epoch) {
-            return Err(Error::Stale);
-        }
-        let Some(attempt) = self.attempt.as_mut().filter(|attempt| attempt.held) else { return Ok(Reply::Done) };
-        let (handle, is_open) = (attempt.handle, !attempt.orphaned);
+        let orphan = |attempt: &&mut Attempt| attempt.epoch == epoch && attempt.held && attempt.orphaned;
+        let Some(attempt) = self.attempt.as_mut().filter(orphan) else { return Err(Error::Stale) };
         attempt.held = false;
         attempt.orphaned = false;
         attempt.why = Some(why);
-        if is_open {
-            self.lost.insert(handle);
-            fx.standings.push(Standing::Lost(handle));
-        }
         self.end_unless_kept(Outcome::Lost, context, fx);
-        self.forsake(handle, context, fx);
+        self.advance(context, fx);
         Ok(Reply::Done)
     }
 

@@ -105,6 +105,10 @@ impl KeyState {
         if self.lost.contains(&waiter.handle) {
             return Err(Error::Stale);
         }
+        if self.is_return(&waiter.claimant) {
+            let Waiter { handle, owner, .. } = waiter;
+            return self.take_back(handle, Some(owner), Via::Lock, context, fx);
+        }
         if self.is_holder(waiter.handle, waiter.owner) {
             let renewed = self.relock(waiter.owner, context, fx);
             self.answer_own_waiters(context, fx);
@@ -138,6 +142,9 @@ impl KeyState {
     ) -> Result<Reply, Error> {
         if self.lost.contains(&waiter.handle) {
             return Err(Error::Stale);
+        }
+        if self.is_return(&waiter.claimant) {
+            self.take_back(waiter.handle, Some(waiter.owner), Via::Lock, context, fx)?;
         }
         if self.is_holder(waiter.handle, waiter.owner) {
             // A downgrade: nothing exclusive may come in between, so the share is there before the line moves.
@@ -236,7 +243,7 @@ impl KeyState {
     }
 
     /// Another thread may wait with the very handle that now holds the key, or as its owner: it would wait for itself.
-    fn answer_own_waiters(&mut self, context: Context, fx: &mut Effects) {
+    pub(super) fn answer_own_waiters(&mut self, context: Context, fx: &mut Effects) {
         let own = |state: &KeyState, waiter: &Waiter| {
             waiter.mode == Mode::Exclusive && state.is_holder(waiter.handle, waiter.owner)
         };

@@ -108,7 +108,7 @@ pub enum Input {
         /// Recognises it when it comes again.
         request: RequestId,
     },
-    /// The connection was lost and the holder is proven dead, or the machine was rebooted (§5).
+    /// The connection was lost and the holder is proven dead, or the machine was rebooted (§5). For an orphaned attempt.
     Lose {
         /// The attempt meant.
         epoch: Epoch,
@@ -173,7 +173,7 @@ pub enum Reply {
 pub enum Change {
     /// A new attempt; must be durable before its claimer is told.
     Claimed(Box<Attempt>),
-    /// TTL, deadline or note of a live attempt.
+    /// TTL, deadline or note of a live attempt, or the handle that holds it.
     Renewed(Box<Attempt>),
     /// An attempt ended.
     Ended(Box<Attempt>),

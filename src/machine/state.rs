@@ -142,6 +142,9 @@ impl KeyState {
         if self.lost.contains(&handle) {
             return Ok(Reply::Done);
         }
+        if self.is_return(&claimant) {
+            return self.take_back(handle, None, Via::Create, context, fx);
+        }
         let promised = !self.line.is_empty();
         if self.live().is_some() || !self.sharers.is_empty() || self.finished || promised {
             return Err(Error::Taken);
@@ -190,6 +193,39 @@ impl KeyState {
         fx.notices.push(Notice::Granted(self.epoch));
         self.attempt = Some(attempt);
         Ok(self.epoch)
+    }
+
+    /// Whether it is held by an attempt whose connection is gone.
+    pub fn is_orphaned(&self) -> bool {
+        self.attempt.as_ref().is_some_and(|attempt| attempt.held && attempt.orphaned)
+    }
+
+    /// Whether a claim is made by the holder of an orphaned attempt (§5): a process that opened or locked the handle that
+    /// went with the connection opened or locks this one.
+    pub fn is_return(&self, claimant: &Claimant) -> bool {
+        let attempt = self.attempt.as_ref().filter(|_| self.is_orphaned());
+        attempt.is_some_and(|attempt| attempt.claimant.shares_a_process_with(claimant))
+    }
+
+    /// The holder of an orphaned attempt has it back, by another handle: a renewal, so it waits for nobody. Whose attempt
+    /// it is stays as it was; what held it before belonged to a connection that is gone.
+    pub(super) fn take_back(
+        &mut self,
+        handle: Handle,
+        owner: Option<Owner>,
+        via: Via,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        if let Some(attempt) = &mut self.attempt {
+            attempt.handle = handle;
+            attempt.owners = owner.into_iter().collect();
+            attempt.via = via;
+            attempt.orphaned = false;
+        }
+        let renewed = self.renew(None, context, fx);
+        self.answer_own_waiters(context, fx);
+        renewed
     }
 
     pub(super) fn renew_handle(

@@ -50,6 +50,11 @@ impl Bench {
         self.apply(Input::Close { handle: Handle(handle), why: Arc::from("closed") })
     }
 
+    /// The connection is lost.
+    fn orphan(&mut self) {
+        self.key.attempt.as_mut().unwrap().orphaned = true;
+    }
+
     fn expire(&mut self) -> Step {
         self.elapsed_ns += Ttl::DEFAULT.as_nanos();
         self.apply(Input::Tick)
@@ -132,6 +137,7 @@ fn a_handle_that_lost_its_lease_gets_nothing_from_the_line() {
 fn the_result_of_a_dead_holder_may_still_be_recorded() {
     let mut bench = Bench::default();
     bench.create(1).unwrap();
+    bench.orphan();
     let lose = Input::Lose { epoch: Epoch(1), why: Arc::from("its process is gone") };
     bench.apply(lose).reply.unwrap();
     assert_eq!((bench.key.state(NOW), bench.key.last_outcome()), (State::Free, Some(Outcome::Lost)));
@@ -149,8 +155,77 @@ fn a_draft_keeps_the_attempt_of_a_holder_that_is_found_dead() {
     bench.create(1).unwrap();
     let draft = Handle(9);
     bench.apply(Input::OpenDraft { handle: draft, epoch: Epoch(1), uid: 1000 }).reply.unwrap();
+    bench.orphan();
     bench.apply(Input::Lose { epoch: Epoch(1), why: Arc::from("its process is gone") }).reply.unwrap();
     assert_eq!(bench.key.state(NOW), State::Reporting);
-    assert_eq!(bench.apply(Input::Renew { handle: Handle(1), note: None }).reply, Err(Error::Stale));
+    let renewed = bench.apply(Input::Renew { handle: Handle(1), note: None }).reply;
+    assert_eq!(renewed, Err(Error::Denied), "its handle went with the connection");
     assert_eq!(bench.key.check_draft(draft, NOW), Ok(Epoch(1)));
+}
+
+fn stranger() -> Claimant {
+    let process = Process { pid: 200, start_time: 1 };
+    Claimant { holder: process, opener: process, locker: process, ..claimant() }
+}
+
+#[test]
+fn an_orphaned_holder_has_its_attempt_back_before_those_in_line() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.orphan();
+    let wait = Some(WaiterId(1));
+    let (handle, owner, mode) = (Handle(2), Owner(20), Mode::Exclusive);
+    let step = bench.apply(Input::Lock { handle, owner, mode, wait, claimant: stranger() });
+    assert_eq!(step.reply, Ok(Reply::Queued));
+    bench.elapsed_ns = 1_000;
+    assert_eq!(bench.lock(3, Owner(30), Mode::Exclusive).reply, Ok(Reply::Renewed(Epoch(1))));
+    assert_eq!(bench.key.state(NOW), State::Held);
+    let attempt = bench.key.attempt.clone().unwrap();
+    assert_eq!((attempt.handle, attempt.owners), (Handle(3), vec![Owner(30)]));
+    assert_eq!(attempt.deadline_ns, NOW.boot_ns + 1_000 + Ttl::DEFAULT.as_nanos());
+    // Once: another handle of the process is one like any other now.
+    assert_eq!(bench.lock(4, Owner(40), Mode::Exclusive).reply, Err(Error::WouldBlock));
+    assert_eq!(bench.unlock(3, Owner(30)).grants, [(WaiterId(1), Ok(Reply::Claimed(Epoch(2))))]);
+}
+
+#[test]
+fn an_orphaned_holder_has_its_attempt_back_by_creating_it_again_and_can_unlock() {
+    let mut bench = Bench::default();
+    bench.lock(1, Owner(10), Mode::Exclusive).reply.unwrap();
+    bench.orphan();
+    let claimant = stranger();
+    assert_eq!(bench.apply(Input::Create { handle: Handle(2), claimant }).reply, Err(Error::Taken));
+    assert_eq!(bench.create(3), Ok(Reply::Renewed(Epoch(1))));
+    bench.unlock(3, Owner(30)).reply.unwrap();
+    assert_eq!(bench.key.state(NOW), State::Free);
+}
+
+#[test]
+fn an_orphaned_holder_that_comes_back_as_a_reader_lets_readers_in() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.orphan();
+    assert_eq!(bench.lock(2, Owner(20), Mode::Shared).reply, Ok(Reply::Shared));
+    assert_eq!((bench.key.state(NOW), bench.key.last_outcome()), (State::Shared, Some(Outcome::Released)));
+}
+
+#[test]
+fn a_process_that_cannot_be_seen_does_not_come_back() {
+    let mut bench = Bench::default();
+    let unseen = Process::default();
+    let claimant = Claimant { holder: unseen, opener: unseen, locker: unseen, ..claimant() };
+    bench.apply(Input::Create { handle: Handle(1), claimant: claimant.clone() }).reply.unwrap();
+    bench.orphan();
+    assert_eq!(bench.apply(Input::Create { handle: Handle(2), claimant }).reply, Err(Error::Taken));
+}
+
+#[test]
+fn a_proof_of_death_does_not_reach_a_holder_that_came_back() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.orphan();
+    bench.create(2).unwrap();
+    let lose = Input::Lose { epoch: Epoch(1), why: Arc::from("no process has its handle open") };
+    assert_eq!(bench.apply(lose).reply, Err(Error::Stale));
+    assert_eq!(bench.key.state(NOW), State::Held);
 }

@@ -205,7 +205,8 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
         Write::Renew(id, a) => one_row(
             tx.prepare_cached(
                 "UPDATE attempts SET renewed_ms = ?3, expires_ms = ?4, deadline_ns = ?5, ttl_ms = ?6, note = ?7, \
-                 held = ?8, reason = ?9, handle = ?10, owners = ?11 WHERE key_id = ?1 AND epoch = ?2 AND ended_ms IS NULL",
+                 held = ?8, reason = ?9, handle = ?10, owners = ?11, via = ?12 \
+                 WHERE key_id = ?1 AND epoch = ?2 AND ended_ms IS NULL",
             )?
             .execute(params![
                 id.0,
@@ -218,7 +219,8 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
                 a.held,
                 a.why,
                 a.handle.0,
-                owners_bytes(&a.owners)
+                owners_bytes(&a.owners),
+                word(a.via)
             ])?,
             "renew",
             *id,
@@ -316,7 +318,7 @@ fn claim(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
         who.opener.start_time,
         who.locker.pid,
         who.locker.start_time,
-        if a.via == Via::Create { "create" } else { "lock" },
+        word(a.via),
         a.since.wall_ms,
         a.renewed.wall_ms,
         a.expires_ms(),
@@ -358,6 +360,13 @@ fn owners(bytes: &[u8]) -> Vec<Owner> {
 
 fn result_meta(size: u64, committed_ms: i64, draft: Option<u64>) -> ResultMeta {
     ResultMeta { size, committed_ms, draft: Handle(draft.unwrap_or(0)) }
+}
+
+fn word(via: Via) -> &'static str {
+    match via {
+        Via::Create => "create",
+        Via::Lock => "lock",
+    }
 }
 
 /// SQLite's integers are signed; the kernel's numbers use all 64 bits.

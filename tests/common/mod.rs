@@ -159,6 +159,23 @@ impl Mount {
         self.command("python3").arg("-c").arg(script).output().expect("python3 runs")
     }
 
+    /// Kills the server, and the keeper that would start it again, as a crash of both would: the connection is lost.
+    pub fn lose_connection(&self) {
+        let server = self.server_pid().expect("a server");
+        let status = fs::read_to_string(format!("/proc/{server}/status")).expect("the server is there");
+        let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).and_then(|pid| pid.trim().parse().ok());
+        let program = |pid: i32| fs::read_link(format!("/proc/{pid}/exe")).ok();
+        let is_keeper = |pid: &i32| program(*pid).is_some() && program(*pid) == program(server);
+        // The keeper first: it starts no other then.
+        let pids: Vec<i32> = parent.filter(is_keeper).into_iter().chain([server]).collect();
+        for pid in &pids {
+            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+        }
+        for pid in pids {
+            wait_for("the server's end", || agent::has_ended(pid));
+        }
+    }
+
     /// Unmounts and waits for the server's end; the state stays.
     pub fn unmount(&mut self) {
         let output = Command::new(LEASEFS).arg("unmount").arg(self.root()).output().expect("leasefs unmount runs");

@@ -152,6 +152,9 @@ impl Contract {
         match input {
             Input::Tick => {}
             Input::Create { handle, claimant } => {
+                if self.comes_back(claimant) {
+                    return Ok(self.come_back(*handle, None));
+                }
                 if self.is_kept() || !self.sharers.is_empty() || self.finished || !self.line.is_empty() {
                     return Err(Error::Taken);
                 }
@@ -210,7 +213,7 @@ impl Contract {
                 self.cut(Outcome::Evicted);
             }
             Input::Lose { epoch, .. } => {
-                if !self.is_kept() || epoch.0 != self.epoch {
+                if epoch.0 != self.epoch || self.state() != "orphaned" {
                     return Err(Error::Stale);
                 }
                 self.lose();
@@ -244,6 +247,12 @@ impl Contract {
             let told = Contract { doomed: BTreeSet::new(), ..self.clone() }.lock(handle, owner, mode, wait, who);
             if told != Ok(Reply::Queued) {
                 return told;
+            }
+        }
+        if self.comes_back(who) {
+            let renewed = self.come_back(handle, Some(owner));
+            if mode == Mode::Exclusive {
+                return Ok(renewed);
             }
         }
         let shares_already = self.sharers.iter().any(|share| is_own(*share, handle, owner));
@@ -313,6 +322,26 @@ impl Contract {
     /// Locks of all kinds and exclusive create are one lease; an owner is a lock owner, or the handle (§3).
     fn is_mine(&self, handle: Handle, owner: Owner) -> bool {
         self.attempt.as_ref().is_some_and(|a| a.holding && (a.handle == handle || a.owners.contains(&owner)))
+    }
+
+    /// The holder of an orphaned attempt opens or locks the key again (§5). One that cannot be seen is not known again.
+    fn comes_back(&self, who: &Claimant) -> bool {
+        let known = |a: &Attempt| {
+            let processes = [a.who.holder, a.who.opener, a.who.locker];
+            [who.opener, who.locker].iter().any(|process| process.pid != 0 && processes.contains(process))
+        };
+        self.state() == "orphaned" && self.attempt.as_ref().is_some_and(known)
+    }
+
+    /// The same attempt, held by another handle.
+    fn come_back(&mut self, handle: Handle, owner: Option<Owner>) -> Reply {
+        if let Some(attempt) = &mut self.attempt {
+            attempt.handle = handle;
+            attempt.created = owner.is_none();
+            attempt.owners = owner.into_iter().collect();
+            attempt.orphaned = false;
+        }
+        self.renew()
     }
 
     fn is_free_for(&self, handle: Handle, owner: Owner) -> bool {

@@ -15,7 +15,8 @@ use super::tree::{Status, Tree, TreeArgs, trouble};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 States: held, shared (by readers), reporting (only an open result keeps it), orphaned (held, but its connection is
-gone), finished, free. AGE is the time since the state's attempt began.
+gone), finished, free. AGE is the time since the state's attempt began. HELD BECAUSE is there where a key is orphaned, and
+says why it is not free yet.
 
 Exit codes: 0 listed, also when there is nothing to list; 2 bad usage or failure.")]
 pub struct Args {
@@ -55,7 +56,14 @@ pub fn run(args: Args) -> Result<ExitCode> {
     } else if !found.is_empty() {
         let rows: Vec<_> = found.iter().map(row).collect();
         let heads = ["KEY", "STATE", "EPOCH", "HOLDER", "UID", "AGE", "TTL-LEFT", "WAITERS", "NOTE"];
-        show::table(&mut out, heads, &rows)?;
+        if found.iter().any(|status| status.orphaned_why.is_some()) {
+            let [key, state, epoch, holder, uid, age, left, waiters, note] = heads;
+            let heads = [key, state, epoch, holder, uid, age, left, waiters, note, "HELD BECAUSE"];
+            let rows: Vec<_> = rows.into_iter().zip(&found).map(|(row, status)| with_why(row, status)).collect();
+            show::table(&mut out, heads, &rows)?;
+        } else {
+            show::table(&mut out, heads, &rows)?;
+        }
     }
     out.flush()?;
     if shut > 0 {
@@ -88,6 +96,13 @@ fn row(status: &Status) -> [String; 9] {
         status.waiters.to_string(),
         show::cell(status.note.as_deref().unwrap_or_default()),
     ]
+}
+
+/// A row with why its key is not free yet.
+fn with_why(row: [String; 9], status: &Status) -> [String; 10] {
+    let [key, state, epoch, holder, uid, age, left, waiters, note] = row;
+    let why = status.orphaned_why.as_deref().map_or_else(|| NOTHING.to_owned(), show::plain);
+    [key, state, epoch, holder, uid, age, left, waiters, note, why]
 }
 
 /// A walk through `status/`, while keys come and namespaces go.

@@ -47,6 +47,9 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
     line("key", status.key.as_str())?;
     line("state", &status.state)?;
     line("epoch", &status.epoch.to_string())?;
+    if let Some(why) = &status.orphaned_why {
+        line("because", &show::plain(why))?;
+    }
     if let Some(holder) = &status.holder {
         let command = show::plain(&holder.command);
         line("holder", &format!("pid {} ({command}), uid {}, gid {}", holder.pid, holder.uid, holder.gid))?;

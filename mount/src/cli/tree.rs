@@ -78,6 +78,9 @@ pub struct Status {
     /// How the newest ended attempt ended.
     #[serde(default)]
     pub outcome: Option<String>,
+    /// Why an orphaned key is not free yet.
+    #[serde(default)]
+    pub orphaned_why: Option<String>,
     /// The newest committed result.
     #[serde(default)]
     pub result: Option<Committed>,

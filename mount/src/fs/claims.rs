@@ -18,7 +18,7 @@ use super::{Caller, LeaseFs};
 use crate::clock;
 use crate::errno::errno;
 use crate::ino::Node;
-use crate::process::Seen;
+use crate::process::{self, Seen};
 use crate::watcher::Wait;
 
 /// Most bytes in a note.
@@ -95,6 +95,15 @@ impl LeaseFs {
             }
         };
         self.engine.submit(key, Input::Create { handle, claimant }, now, Box::new(done));
+    }
+
+    /// Whether the holder of an orphaned key is about to create it exclusively, which gives it its attempt back (§5).
+    pub(super) fn creates_again(&self, req: &Caller, key: KeyId) -> bool {
+        if !self.engine.has_orphans() {
+            return false;
+        }
+        let seen = self.processes.identify(req.pid());
+        self.engine.is_return(key, &self.claimant(req, &seen, &seen)) && process::is_creating(req.pid())
     }
 
     /// The key and handle that this very request was given before.

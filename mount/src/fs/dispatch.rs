@@ -120,7 +120,7 @@ impl Filesystem for LeaseFs {
 
     fn lookup(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _handling = self.handling_name(req, opcode::LOOKUP, parent, name);
-        self.do_lookup(parent, name, reply);
+        self.do_lookup(&self.caller(req), parent, name, reply);
         self.settle();
     }
 

@@ -82,7 +82,7 @@ impl LeaseFs {
         }
     }
 
-    pub(super) fn do_lookup(&self, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    pub(super) fn do_lookup(&self, req: &Caller, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let now = clock::now();
         let Some(parent) = Node::of(parent) else { return reply.error(Errno::ENOENT) };
         let key = match parent {
@@ -97,6 +97,10 @@ impl LeaseFs {
         // An expiry may hand the key to somebody in line, which has to be recorded before it is shown.
         if let Some(key) = key {
             self.expire(key, now);
+            // The kernel creates only what is not there, and a file that is there it refuses without asking.
+            if matches!(parent, Node::Namespace(Tree::Claims, _)) && self.creates_again(req, key) {
+                return reply.error(Errno::ENOENT);
+            }
         }
         let fs = self.clone();
         let name = name.to_owned();

@@ -1,0 +1,103 @@
+//! Leases whose connection was lost: who still has the handle open, and what is free because nobody has (§5).
+//!
+//! What an orphan needs to be ended is the proof that no process has its old handle open. There are two proofs.
+//! - **The kernel's.** The filesystem of the lost connection is gone, which it is only once nothing whatever refers to it.
+//!   It says nothing while any other file of the old tree is open.
+//! - **Ours.** Every file of every thread was looked at (see [`look`]), more than once.
+//!
+//! # Why looking twice is enough
+//! A lost connection gives no new handles: what there is can only be copied, by `fork`, by `unshare`, through a socket or
+//! by `pidfd_getfd`. A look takes time, so a handle can pass from who was not looked at yet to who was, if the giver also
+//! lets go of it in between. It has to do so in every look, each time behind our back:
+//! - within one look, processes that appeared meanwhile are looked at too, until a listing shows nobody new;
+//! - a copy on its way through a socket is counted by the kernel, and anything on its way means "not proven";
+//! - two looks in a row have to find nothing, and then no process or thread may have begun during the second of them,
+//!   which rules out `fork`. Where processes begin all the time, four looks in a row have to find nothing.
+//!
+//! A process that only forks and exits, as a daemon does when it starts, is found by the second look. One that evades
+//! four looks at distances of [`AGAIN`] passes its handle on all the time, and can lose nothing but its own lease.
+//!
+//! What we cannot see (another pid namespace, a process whose files may not be read, `hidepid`) proves nothing: then the
+//! lease stays until its TTL, and the status says why. So does a handle of the key that never had the lease: the kernel
+//! does not say which one did.
+//!
+//! Not covered: a private mapping of a claim file that outlives its descriptor (a shared one is refused), and an
+//! `io_uring` whose ring is open in no process. Both are unknown in practice; the kernel's proof covers them.
+//!
+//! It runs on a thread of its own, which ends with the last orphan: none come to be while a server runs.
+
+mod look;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use leasefs::machine::Input;
+use leasefs::{Epoch, KeyId};
+
+use crate::clock;
+use crate::dead_mount::Connections;
+use crate::fs::Shared;
+use crate::ino::Node;
+
+/// Between two looks while something may be proven.
+const AGAIN: Duration = Duration::from_millis(50);
+/// After a look that found somebody; then doubled up to [`LONGEST`].
+const FIRST: Duration = Duration::from_millis(250);
+const LONGEST: Duration = Duration::from_secs(10);
+/// Looks in a row that find nothing, where no process or thread began during the last.
+const QUIET_LOOKS: u32 = 2;
+/// Looks in a row that find nothing, whatever began.
+const BUSY_LOOKS: u32 = 4;
+
+/// Ends what is proven dead, says of the rest why it is held, until nothing is orphaned.
+pub fn look_after(shared: &Shared, connections: &Connections) {
+    let mut nobody: HashMap<(KeyId, Epoch), u32> = HashMap::new();
+    let mut pause = FIRST;
+    loop {
+        let orphans = shared.engine.orphans();
+        if orphans.is_empty() {
+            return;
+        }
+        if connections.is_all_gone() {
+            for (key, epoch) in orphans {
+                lose(shared, key, epoch, "the kernel has let go of its lost connection");
+            }
+            continue;
+        }
+        let asked = shared.engine.look(|_, keys| {
+            let name = |key: &KeyId| keys.get(key).map(|entry| entry.key.split().1.to_owned()).unwrap_or_default();
+            orphans.iter().map(|(key, _)| (Node::Claim(*key).ino().0, name(key))).collect()
+        });
+        let look = look::look(&asked, connections);
+        nobody.retain(|orphan, _| orphans.contains(orphan));
+        for (key, epoch) in orphans {
+            let Some(why) = look.why_held(Node::Claim(key).ino().0) else {
+                let looks = nobody.entry((key, epoch)).and_modify(|looks| *looks += 1).or_insert(1);
+                if *looks >= if look.is_quiet { QUIET_LOOKS } else { BUSY_LOOKS } {
+                    lose(shared, key, epoch, "no process has its handle open");
+                }
+                continue;
+            };
+            nobody.remove(&(key, epoch));
+            shared.engine.explain_orphan(key, epoch, &why);
+        }
+        if nobody.is_empty() {
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST);
+        } else {
+            std::thread::sleep(AGAIN);
+        }
+    }
+}
+
+fn lose(shared: &Shared, key: KeyId, epoch: Epoch, proof: &'static str) {
+    let now = clock::now();
+    // Stale where it ended in the meantime, or its holder took it back.
+    shared.engine.submit(key, Input::Lose { epoch, why: Arc::from(proof) }, now, Box::new(|_| ()));
+    if shared.engine.is_urgent() {
+        shared.flush(now);
+    }
+    shared.timekeeper.need(shared.next_ns());
+    tracing::info!("attempt {epoch} of key number {key} is lost: {proof}");
+}
