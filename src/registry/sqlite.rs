@@ -11,8 +11,9 @@ use std::sync::Arc;
 
 use rusqlite::{Connection, OpenFlags, Row, TransactionBehavior, params};
 
+use super::coalesce::Op;
+use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, mark};
 pub use super::sqlite_read::{Reader, can_serve};
-use super::sqlite_read::{SqliteCheckpoint, SqliteRead};
 use super::{AttemptRow, Checkpoint, KeyRow, Loaded, LoadedKey, NamespaceRow, Read, Registry, Write};
 use crate::error::Error;
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner, RequestId};
@@ -128,7 +129,22 @@ impl SqliteRegistry {
         Ok(())
     }
 
-    fn try_commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Failure> {
+    /// Does all of it as one transaction, and notes how far a journal is in the registry with it.
+    pub(super) fn record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Error> {
+        self.try_record(ops, mark, durable).map_err(Failure::into_error)
+    }
+
+    /// How far the journal is in the registry; none where there never was one.
+    pub(super) fn mark(&self) -> Result<Option<Mark>, Error> {
+        mark(&self.connection).map_err(|e| fault(&e))
+    }
+
+    /// A number that no other call gives.
+    pub(super) fn random(&self) -> Result<i64, Error> {
+        self.connection.query_row("SELECT random()", [], |row| row.get(0)).map_err(|e| fault(&e))
+    }
+
+    fn try_record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Failure> {
         self.set_sync(durable)?;
         // Where taking the last one back failed too, it is taken back now.
         if !self.connection.is_autocommit() {
@@ -136,7 +152,7 @@ impl SqliteRegistry {
         }
         // A transaction object would have these two parsed anew every time.
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
-        let written = writes.iter().try_for_each(|write| apply(&self.connection, write));
+        let written = replay(&self.connection, ops, mark);
         let committed = written.and_then(|()| {
             self.connection.prepare_cached("COMMIT")?.execute([])?;
             Ok(())
@@ -157,10 +173,33 @@ impl SqliteRegistry {
     }
 }
 
+/// Applies it all, in a transaction if the caller began one.
+pub(super) fn replay(connection: &Connection, ops: &[Op<'_>], mark: Option<Mark>) -> Result<(), Failure> {
+    ops.iter().try_for_each(|op| match op {
+        Op::One(write) => apply(connection, write),
+        Op::Count { key, before, after, finished } => count(connection, *key, *before, *after, *finished),
+        Op::Insert(key, attempt) => insert(connection, *key, attempt),
+    })?;
+    if let Some(Mark { id, record }) = mark {
+        let mut put = connection.prepare_cached("INSERT OR REPLACE INTO meta(name, value) VALUES ('journal', ?1)")?;
+        put.execute([format!("{id} {record}")])?;
+    }
+    Ok(())
+}
+
 /// A commit that did not happen: SQLite's fault, or a write that did not fit what is stored.
-enum Failure {
+pub(super) enum Failure {
     Sqlite(rusqlite::Error),
     Mismatch(String),
+}
+
+impl Failure {
+    pub(super) fn into_error(self) -> Error {
+        match self {
+            Failure::Sqlite(error) => fault(&error),
+            Failure::Mismatch(message) => Error::storage(None, message),
+        }
+    }
 }
 
 impl From<rusqlite::Error> for Failure {
@@ -175,10 +214,8 @@ impl Registry for SqliteRegistry {
     }
 
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error> {
-        self.try_commit(writes, durable).map_err(|failure| match failure {
-            Failure::Sqlite(error) => fault(&error),
-            Failure::Mismatch(message) => Error::storage(None, message),
-        })
+        let ops: Vec<_> = writes.iter().map(Op::One).collect();
+        self.record(&ops, None, durable)
     }
 
     fn reader(&self) -> Result<Box<dyn Read>, Error> {
@@ -201,7 +238,10 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
             tx.prepare_cached("DELETE FROM keys WHERE id = ?1 AND epoch = 0")?.execute(params![id.0])?;
             Ok(())
         }
-        Write::Claim(id, attempt) => claim(tx, *id, attempt),
+        Write::Claim(id, a) => {
+            count(tx, *id, Epoch(a.epoch.0.saturating_sub(1)), a.epoch, false)?;
+            insert(tx, *id, a)
+        }
         Write::Renew(id, a) => one_row(
             tx.prepare_cached(
                 "UPDATE attempts SET renewed_ms = ?3, expires_ms = ?4, deadline_ns = ?5, ttl_ms = ?6, note = ?7, \
@@ -292,16 +332,19 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
     }
 }
 
-fn claim(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
+fn count(tx: &Connection, id: KeyId, before: Epoch, after: Epoch, finished: bool) -> Result<(), Failure> {
     let counted = tx
-        .prepare_cached("UPDATE keys SET epoch = ?2, finished = 0 WHERE id = ?1 AND epoch = ?2 - 1")?
-        .execute(params![id.0, a.epoch.0])?;
-    one_row(counted, "claim", id, a.epoch)?;
+        .prepare_cached("UPDATE keys SET epoch = ?3, finished = ?4 WHERE id = ?1 AND epoch = ?2")?
+        .execute(params![id.0, before.0, after.0, finished])?;
+    one_row(counted, "claim", id, after)
+}
+
+fn insert(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
     let mut insert = tx.prepare_cached(
         "INSERT INTO attempts(key_id, epoch, pid, start_time, uid, gid, command, opener_pid, opener_start, locker_pid, \
-         locker_start, via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owners, request, note, \
-         held, registered) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, \
-         ?19, ?20, ?21, ?22, ?23)",
+         locker_start, via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owners, request, note, held, \
+         registered, outcome, reason, ended_ms, result_size, result_ms, result_draft) VALUES (?1, ?2, ?3, ?4, ?5, ?6, \
+         ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25, ?26, ?27, ?28, ?29)",
     )?;
     let who = &a.claimant;
     insert.execute(params![
@@ -327,7 +370,13 @@ fn claim(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
         bits(who.request.0),
         a.note,
         a.held,
-        a.registered
+        a.registered,
+        a.outcome.map(|outcome| outcome.to_string()),
+        a.why,
+        a.ended.map(|at| at.wall_ms),
+        a.result.map(|result| result.size),
+        a.result.map(|result| result.committed_ms),
+        a.result.map(|result| result.draft.0)
     ])?;
     Ok(())
 }
@@ -337,13 +386,13 @@ fn set_finished(tx: &Connection, id: KeyId, finished: bool) -> Result<(), Failur
     Ok(())
 }
 
-fn one_row(rows: usize, what: &str, id: KeyId, epoch: Epoch) -> Result<(), Failure> {
-    if rows == 1 {
-        return Ok(());
-    }
-    Err(Failure::Mismatch(format!(
-        "the registry does not fit: cannot {what} attempt {epoch} of key {id}; run `leasefs verify`"
-    )))
+fn one_row(rows: usize, what: &'static str, id: KeyId, epoch: Epoch) -> Result<(), Failure> {
+    if rows == 1 { Ok(()) } else { Err(Failure::Mismatch(misfit(what, id, epoch))) }
+}
+
+/// A write that does not fit what is there, in words.
+pub(super) fn misfit(what: &'static str, id: KeyId, epoch: Epoch) -> String {
+    format!("the registry does not fit: cannot {what} attempt {epoch} of key {id}; run `leasefs verify`")
 }
 
 /// Lock owners as they are stored: eight bytes each, lowest first.
@@ -527,7 +576,7 @@ fn outcome(word: Option<String>) -> Option<Outcome> {
     word.and_then(|word| word.parse().ok())
 }
 
-fn bad_value(column: usize, what: String) -> rusqlite::Error {
+pub(super) fn bad_value(column: usize, what: String) -> rusqlite::Error {
     rusqlite::Error::FromSqlConversionFailure(column, rusqlite::types::Type::Text, what.into())
 }
 

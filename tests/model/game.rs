@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use crate::contract::{Contract, Told};
 use crate::machine::compare;
 use crate::players::{Act, MAX_OPEN, Numbers, PROCESSES, Pause, Players, act, after, finish, moment, ttl};
-use crate::rig::{Fate, Rig, TTL_MS, is_by_order};
+use crate::rig::{Fate, Rig, Storage, TTL_MS, is_by_order};
 
 /// The keys that are played for; one in a namespace with a TTL of its own.
 const KEYS: [(&str, &str); 3] = [("", "a"), ("", "b"), ("ns", "c")];
@@ -129,8 +129,12 @@ fn content(draft: Handle) -> Vec<u8> {
 
 impl Game {
     pub fn new() -> Game {
+        Game::on(Storage::Plain)
+    }
+
+    pub fn on(storage: Storage) -> Game {
         let now_ns = 1_000_000_000;
-        let rig = Rig::new(moment(now_ns));
+        let rig = Rig::on(storage, moment(now_ns));
         let ns = crate::rig::mkdir(&rig.engine, b"ns", moment(now_ns));
         let set_ttl = |row: &mut leasefs::registry::NamespaceRow| row.ttl_ms = Some(NS_TTL_MS);
         rig.engine.change_namespace(ns, moment(now_ns), set_ttl, Box::new(|_| ())).expect("a namespace");
@@ -251,6 +255,7 @@ impl Game {
                 };
                 let now = game.lock().now();
                 let _ = engine.tick(now);
+                game.lock().rig().write(now);
             }
             Turn::Flush(fates) => Game::flush(game, fates, &[]),
             Turn::Slow(fates, acts) => Game::flush(game, fates, acts),

@@ -263,6 +263,7 @@ impl LeaseFs {
             }
         }
         self.timekeeper.need(self.next_ns());
+        self.writer.need(self.engine.apply_ns());
         self.announce();
     }
 
@@ -343,6 +344,7 @@ impl Shared {
         let now = clock::now();
         if self.engine.tick(now) {
             self.flush(now);
+            self.writer.need(self.engine.apply_ns());
         }
         self.notify_polls();
         self.answer_events();
@@ -353,6 +355,12 @@ impl Shared {
         if self.handed.swap(false, Ordering::SeqCst) {
             self.engine.flush(clock::now());
             self.timekeeper.need(self.next_ns());
+        }
+        let now = clock::now();
+        if self.engine.apply_ns() <= now.boot_ns
+            && let Err(error) = self.engine.apply(now)
+        {
+            tracing::warn!("the registry is behind its journal: {error}");
         }
         if self.engine.take_checkpoint_due()
             && let Err(error) = self.engine.checkpoint()
@@ -376,6 +384,7 @@ impl Shared {
         }
         if self.engine.is_urgent() {
             self.flush(now);
+            self.writer.need(self.engine.apply_ns());
         }
         self.timekeeper.need(self.next_ns());
     }
