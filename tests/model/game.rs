@@ -215,7 +215,7 @@ impl Game {
     }
 
     /// Everything decided so far is recorded; the disk is well.
-    fn settle(game: &Mutex<Game>) {
+    pub fn settle(game: &Mutex<Game>) {
         let (engine, now) = {
             let game = game.lock();
             game.rig().orders.clear();
