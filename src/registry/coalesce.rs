@@ -1,6 +1,6 @@
 //! Many writes become few: what began and ended in between is one row, and a key's epoch is counted once.
 //!
-//! The outcome, and what is refused, is that of the writes one by one ([`super::sqlite`]); `tests/model/journal.rs`
+//! The outcome, and what is refused, is that of the writes one by one ([`super::sqlite_write`]); `tests/model/journal.rs`
 //! compares the two. So [`merge`] changes exactly the columns that the statement of the same name does.
 
 use std::collections::HashMap;

@@ -22,8 +22,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::coalesce::{Misfit, Op, coalesce};
-use super::sqlite::{SqliteRegistry, misfit};
+use super::sqlite::SqliteRegistry;
 use super::sqlite_read::Mark;
+use super::sqlite_write::misfit;
 use super::tape::{self, FORMAT, SEGMENT_BYTES, Tape};
 use super::{Backlog, Checkpoint, Loaded, Read, Registry, StoredResult, Write};
 use crate::error::Error;

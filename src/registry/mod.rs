@@ -1,12 +1,13 @@
 //! What is stored: keys, attempts, namespaces, and the order in which they become durable.
 //!
-//! The embedded default is SQLite ([`sqlite`], the only file that imports rusqlite) behind a [`journal`]; an engine for
+//! The embedded default is SQLite ([`sqlite`]; only the files of that name import rusqlite) behind a [`journal`]; an engine for
 //! many hosts would implement the same [`Registry`]. A registry stores decisions, it takes none.
 
 mod coalesce;
 pub mod journal;
 pub mod sqlite;
 mod sqlite_read;
+mod sqlite_write;
 mod tape;
 
 use crate::error::Error;

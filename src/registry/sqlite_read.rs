@@ -8,9 +8,9 @@ use rusqlite::{Connection, OpenFlags, params};
 
 use super::journal::{self, Left, plan};
 use super::sqlite::{
-    ATTEMPT_COLUMNS, FILE, Failure, SCHEMA_VERSION, attempt_row, bad_value, check_version, fault, key_row, pragma,
-    reading_flags, replay,
+    ATTEMPT_COLUMNS, FILE, SCHEMA_VERSION, attempt_row, bad_value, check_version, fault, key_row, pragma, reading_flags,
 };
+use super::sqlite_write::{Failure, replay};
 use super::{AttemptRow, Checkpoint, KeyRow, Read, StoredResult};
 use crate::error::Error;
 use crate::ids::{Epoch, KeyId};
