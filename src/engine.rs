@@ -282,6 +282,12 @@ impl Engine {
             || self.registry.is_locked()
     }
 
+    /// Whether a flush costs less than finding out whether there is more to go with it.
+    pub fn is_quick(&self) -> bool {
+        const QUICK_NS: u64 = 20_000;
+        self.commit_ns.load(Ordering::Relaxed) < QUICK_NS
+    }
+
     /// Records what was decided and answers whoever waits for it, until nobody does.
     pub fn flush(&self, now: Now) {
         loop {

@@ -106,6 +106,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
     };
     connection.run(fs.clone(), || {
         fs.shared().set_careful(false);
+        fs.shared().set_direct();
         tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
         if !takes_over && !answers(mountpoint) {
             tracing::warn!("{} does not answer yet", mountpoint.display());

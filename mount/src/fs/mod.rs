@@ -14,6 +14,7 @@
 
 mod claims;
 mod control;
+mod created;
 mod dispatch;
 mod handles;
 mod kept;
@@ -95,6 +96,8 @@ pub struct Shared {
     pub flight: Arc<Flight>,
     /// Records each decision by itself, so that the one that kills the server is known.
     careful: AtomicBool,
+    /// Requests come from the kernel itself, and answers go there.
+    direct: AtomicBool,
     device: OwnedFd,
     files: Arc<OpenFiles>,
     salt: u64,
@@ -196,6 +199,7 @@ impl LeaseFs {
             watcher: Watcher::default(),
             flight,
             careful: AtomicBool::new(false),
+            direct: AtomicBool::new(false),
             device,
             files,
             salt,
@@ -257,7 +261,11 @@ impl LeaseFs {
     fn settle(&self) {
         if self.engine.is_urgent() {
             let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
-            if gathered >= MAX_GATHERED || self.careful.load(Ordering::Relaxed) || !self.has_more() {
+            if gathered >= MAX_GATHERED
+                || self.careful.load(Ordering::Relaxed)
+                || self.engine.is_quick()
+                || !self.has_more()
+            {
                 self.gathered.store(0, Ordering::Relaxed);
                 self.flush(clock::now());
             }
@@ -319,6 +327,11 @@ impl Shared {
     /// Has each decision be recorded by itself, or not.
     pub fn set_careful(&self, careful: bool) {
         self.careful.store(careful, Ordering::Relaxed);
+    }
+
+    /// From here on requests come from the kernel itself, and answers go there.
+    pub fn set_direct(&self) {
+        self.direct.store(true, Ordering::Relaxed);
     }
 
     /// Records what was decided, on this thread or, where that may take long, on the writer's.
