@@ -1,10 +1,13 @@
 //! The journal's file: numbered records in two segments, and how a whole record is told from a torn or an old one.
 //!
-//! What is written to the file is in the kernel's page cache at once, so it survives the end of the server whenever that
+//! What is stored in the file is in the kernel's page cache at once, so it survives the end of the server whenever that
 //! comes; nothing is synced, so after a power cut anything may be here. A record counts if its checksum, which takes in
 //! the file's own number, is right, and its number follows the one before. Segments are written over from the start,
-//! never cleared: old records have numbers that were applied long ago. The file keeps its size, so that a full disk is
-//! met when it is made and not when a record is written (where the filesystem copies on write, it is an error then).
+//! never cleared: old records have numbers that were applied long ago.
+//!
+//! The file keeps its size, so that a full disk is met when it is made and not when a record is stored. So it can be
+//! mapped, and a record costs no system call, where the filesystem writes over what it has. Where it may need a new place
+//! for it, a full disk would kill whoever stores into a mapping: there it is written, and the error is an error.
 //!
 //! It must not know what is in a record.
 
@@ -12,6 +15,10 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
+
+use memmap2::MmapMut;
+use nix::sys::statfs::{EXT4_SUPER_MAGIC, FsType, TMPFS_MAGIC, XFS_SUPER_MAGIC, fstatfs};
 
 /// File name in the state directory.
 pub const FILE: &str = "journal";
@@ -32,9 +39,41 @@ const END: [u8; 4] = [0; 4];
 
 /// The file, for writing.
 pub(super) struct Tape {
-    file: File,
+    medium: Medium,
     id: i64,
     buffer: Vec<u8>,
+}
+
+enum Medium {
+    Mapped(MmapMut),
+    Written(File),
+}
+
+/// Filesystems that write over a block where it is.
+const IN_PLACE: [FsType; 3] = [EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC, TMPFS_MAGIC];
+
+impl Medium {
+    fn of(file: File) -> io::Result<Medium> {
+        if !fstatfs(&file).is_ok_and(|disk| IN_PLACE.contains(&disk.filesystem_type())) {
+            return Ok(Medium::Written(file));
+        }
+        // SAFETY: whoever else has the file open reads it: the state directory is ours alone, and nobody shortens it.
+        unsafe { MmapMut::map_mut(&file) }.map(Medium::Mapped)
+    }
+
+    /// Stores a record with the end behind it. Its length is stored last: until then the end before it stands.
+    fn store(&mut self, at: usize, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Medium::Written(file) => file.write_all_at(bytes, at as u64),
+            Medium::Mapped(map) => {
+                let (length, rest) = bytes.split_at(END.len());
+                map[at + END.len()..at + bytes.len()].copy_from_slice(rest);
+                fence(Ordering::Release);
+                map[at..at + END.len()].copy_from_slice(length);
+                Ok(())
+            }
+        }
+    }
 }
 
 /// What was found in the file.
@@ -59,10 +98,10 @@ impl Tape {
             file.write_all(&vec![0; FILE_BYTES])?;
         }
         for segment in 0..2 {
-            file.write_all_at(&END, start_of(segment))?;
+            file.write_all_at(&END, start_of(segment) as u64)?;
         }
         file.write_all_at(&header(id), 0)?;
-        Ok(Tape { file, id, buffer: Vec::new() })
+        Ok(Tape { medium: Medium::of(file)?, id, buffer: Vec::new() })
     }
 
     /// Writes a record at an offset in a segment. The offset after it; none where it does not fit.
@@ -87,7 +126,7 @@ impl Tape {
         head[4..8].copy_from_slice(&checksum(self.id, number, payload).to_le_bytes());
         head[8..].copy_from_slice(&number.to_le_bytes());
         self.buffer.extend_from_slice(&END);
-        self.file.write_all_at(&self.buffer, start_of(segment) + at as u64)?;
+        self.medium.store(start_of(segment) + at, &self.buffer)?;
         Ok(Some(end))
     }
 }
@@ -113,7 +152,7 @@ fn parse(bytes: &[u8]) -> Option<Content> {
     }
     let mut records = Vec::new();
     for segment in 0..2 {
-        let start = FIRST_SEGMENT + segment * SEGMENT_BYTES;
+        let start = start_of(segment);
         let end = bytes.len().min(start + SEGMENT_BYTES);
         let mut rest = bytes.get(start..end).unwrap_or_default();
         let mut before = None;
@@ -141,8 +180,8 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-fn start_of(segment: usize) -> u64 {
-    (FIRST_SEGMENT + segment * SEGMENT_BYTES) as u64
+fn start_of(segment: usize) -> usize {
+    FIRST_SEGMENT + segment * SEGMENT_BYTES
 }
 
 fn header(id: i64) -> [u8; HEADER_BYTES] {
