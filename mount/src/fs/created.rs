@@ -2,7 +2,8 @@
 //!
 //! A key's name must never be kept. But the kernel asks for the attributes of what it was just told of, to see whether
 //! the caller may open it, unless it may keep them for an instant: one request less in every claim by create. An instant
-//! is the kernel's tick, at most 10 ms, and whatever goes through the file meanwhile has the kernel ask all the same.
+//! is the kernel's tick, at most 10 ms. A write, and setting times, have the kernel ask all the same; what a renewal by
+//! lock or another's request changes of the file's size and times, `stat` shows a tick later.
 
 use std::io::IoSlice;
 use std::os::fd::AsFd;
@@ -87,5 +88,46 @@ impl Bytes {
     fn put(&mut self, bytes: &[u8]) {
         self.0[self.1..self.1 + bytes.len()].copy_from_slice(bytes);
         self.1 += bytes.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_keeps_the_attributes_for_an_instant_and_the_name_not_at_all() {
+        let at = UNIX_EPOCH + std::time::Duration::new(7, 9);
+        let attr = FileAttr {
+            ino: fuser::INodeNo(0x11),
+            size: 0x22,
+            blocks: 1,
+            atime: at,
+            mtime: at,
+            ctime: at,
+            crtime: at,
+            kind: fuser::FileType::RegularFile,
+            perm: 0o640,
+            nlink: 1,
+            uid: 0x33,
+            gid: 0x44,
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        };
+        let bytes = encode(0x55, &attr, 0x66, 0x77);
+        let u32_at = |at: usize| u32::from_ne_bytes(*bytes[at..].first_chunk().expect("inside"));
+        let u64_at = |at: usize| u64::from_ne_bytes(*bytes[at..].first_chunk().expect("inside"));
+        // Offsets of `struct fuse_out_header`, `fuse_entry_out`, `fuse_attr` and `fuse_open_out` in `linux/fuse.h`.
+        assert_eq!((u32_at(0), u32_at(4), u64_at(8)), (160, 0, 0x55));
+        assert_eq!((u64_at(16), u64_at(24)), (0x11, 0), "inode, generation");
+        assert_eq!((u64_at(32), u32_at(48)), (0, 0), "the name is never kept");
+        assert_eq!((u64_at(40), u32_at(52)), (0, 1), "the attributes for an instant");
+        assert_eq!((u64_at(56), u64_at(64), u64_at(72)), (0x11, 0x22, 1));
+        assert_eq!((u64_at(80), u64_at(88), u64_at(96)), (7, 7, 7));
+        assert_eq!((u32_at(104), u32_at(108), u32_at(112)), (9, 9, 9));
+        assert_eq!((u32_at(116), u32_at(120), u32_at(124), u32_at(128)), (0o100_640, 1, 0x33, 0x44));
+        assert_eq!((u32_at(132), u32_at(136), u32_at(140)), (0, 4096, 0));
+        assert_eq!((u64_at(144), u32_at(152), u32_at(156)), (0x66, 0x77, 0));
     }
 }
