@@ -33,7 +33,7 @@ use crate::machine::{Input, KeyState, Reply};
 use crate::metrics::{Gauges, Metrics};
 use crate::namespaces::{Credentials, Namespaces};
 use crate::probe;
-use crate::registry::{Checkpoint, NamespaceRow, Read, Registry, StoredResult};
+use crate::registry::{Backlog, Checkpoint, NamespaceRow, Read, Registry, StoredResult};
 use crate::results::Results;
 use crate::time::Now;
 use crate::ttl::Ttl;
@@ -44,6 +44,12 @@ const LAZY_NS: u64 = 20_000_000;
 const MAX_CLOSES: usize = 8;
 /// Transactions between two checkpoints.
 const COMMITS_PER_CHECKPOINT: u64 = 1_000;
+/// As how many transactions it counts that the registry's backlog was applied.
+const COMMITS_PER_APPLY: u64 = 200;
+/// How long the registry may have a backlog, in nanoseconds.
+const BACKLOG_NS: u64 = 100_000_000;
+/// How long to leave a backlog alone that could not be applied, in nanoseconds.
+const RETRY_APPLY_NS: u64 = 500_000_000;
 
 /// What a success means for a power cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -82,6 +88,8 @@ pub struct KeyEntry {
     pub state: KeyState,
     /// The batch with its newest change that could still be taken back.
     unsettled: u64,
+    /// The batch with its newest change of any kind.
+    changed: u64,
     armed_ns: Option<u64>,
     /// The uid that the live attempt counts against.
     counted: Option<u32>,
@@ -135,6 +143,9 @@ impl<'a> Start<'a> {
     }
 }
 
+/// Called once when the registry's backlog is applied, or with why it could not be.
+pub type Applied = Box<dyn FnOnce(Result<(), Error>) + Send>;
+
 /// Answers to give once the lock is free.
 type Ready = Vec<(Done, Result<Reply, Error>)>;
 
@@ -153,6 +164,9 @@ pub struct Engine {
     urgent: AtomicBool,
     checkpoint_due: AtomicBool,
     orphaned: AtomicBool,
+    apply_ns: AtomicU64,
+    /// Who waits for the registry's backlog to be applied.
+    applied: Mutex<Vec<Applied>>,
     /// Moving average of a commit, in nanoseconds.
     commit_ns: AtomicU64,
 }
@@ -170,10 +184,13 @@ impl Engine {
     ) -> Result<Engine, Error> {
         let loaded = registry.load(start.boot_id, start.now)?;
         let generation = loaded.generation;
-        let (reader, checkpointer) = (registry.reader()?, registry.checkpointer()?);
+        let (reader, mut checkpointer) = (registry.reader()?, registry.checkpointer()?);
         let mut inner = Inner::new(config, loaded, start);
         let writes = std::mem::take(&mut inner.batch.writes);
-        registry.commit(&writes, false)?;
+        if !writes.is_empty() {
+            registry.commit(&writes, false)?;
+            checkpointer.apply()?;
+        }
         inner.batch = Batch::new(1);
         let engine = Engine {
             inner: Mutex::new(inner),
@@ -189,6 +206,8 @@ impl Engine {
             urgent: AtomicBool::new(false),
             checkpoint_due: AtomicBool::new(false),
             orphaned: AtomicBool::new(false),
+            apply_ns: AtomicU64::new(u64::MAX),
+            applied: Mutex::default(),
             commit_ns: AtomicU64::new(0),
         };
         engine.publish_hints(&engine.inner.lock());
@@ -273,6 +292,12 @@ impl Engine {
             || self.registry.is_locked()
     }
 
+    /// Whether a flush costs less than finding out whether there is more to go with it.
+    pub fn is_quick(&self) -> bool {
+        const QUICK_NS: u64 = 20_000;
+        self.commit_ns.load(Ordering::Relaxed) < QUICK_NS
+    }
+
     /// Records what was decided and answers whoever waits for it, until nobody does.
     pub fn flush(&self, now: Now) {
         loop {
@@ -292,6 +317,8 @@ impl Engine {
             let began = Instant::now();
             let recorded = self.record(registry.as_mut(), &batch, durable);
             let took = began.elapsed();
+            let backlog = registry.backlog();
+            self.expect_apply(backlog, now);
             let average = self.commit_ns.load(Ordering::Relaxed);
             let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX / 8);
             self.commit_ns.store(average - average / 8 + took_ns / 8, Ordering::Relaxed);
@@ -299,11 +326,8 @@ impl Engine {
             {
                 let mut inner = self.inner.lock();
                 inner.metrics.commit_time += took;
+                self.count_commits(&mut inner, u64::from(recorded.is_ok() && backlog == Backlog::None));
                 inner.settle(batch, recorded, now, &mut ready);
-                if inner.commits >= COMMITS_PER_CHECKPOINT {
-                    inner.commits = 0;
-                    self.checkpoint_due.store(true, Ordering::Release);
-                }
                 self.publish_hints(&inner);
             }
             drop(registry);
@@ -346,6 +370,55 @@ impl Engine {
             }
         }
         recorded
+    }
+
+    fn count_commits(&self, inner: &mut Inner, commits: u64) {
+        inner.commits += commits;
+        if inner.commits >= COMMITS_PER_CHECKPOINT {
+            inner.commits = 0;
+            self.checkpoint_due.store(true, Ordering::Release);
+        }
+    }
+
+    fn expect_apply(&self, backlog: Backlog, now: Now) {
+        let by_ns = match backlog {
+            Backlog::None => return,
+            Backlog::Some => now.boot_ns + BACKLOG_NS,
+            Backlog::Much => now.boot_ns,
+        };
+        self.apply_ns.fetch_min(by_ns, Ordering::SeqCst);
+    }
+
+    /// `CLOCK_BOOTTIME`, in nanoseconds, at which [`Engine::apply`] is due; `u64::MAX` for never.
+    pub fn apply_ns(&self) -> u64 {
+        self.apply_ns.load(Ordering::SeqCst)
+    }
+
+    /// Has `then` called once all that is recorded so far can be read from the registry by others too: by the next
+    /// [`Engine::apply`], which is due.
+    pub fn when_applied(&self, then: Applied) {
+        self.applied.lock().push(then);
+        self.apply_ns.store(0, Ordering::SeqCst);
+    }
+
+    /// Puts what the registry accepted where others read it; to be called from a thread nobody waits for. Where that
+    /// fails, it is due again later.
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; nothing is lost by it.
+    pub fn apply(&self, now: Now) -> Result<(), Error> {
+        // What is accepted from here on may miss this one.
+        self.apply_ns.store(u64::MAX, Ordering::SeqCst);
+        let waiting = std::mem::take(&mut *self.applied.lock());
+        let applied = self.checkpointer.lock().apply();
+        match &applied {
+            Ok(()) => self.count_commits(&mut self.inner.lock(), COMMITS_PER_APPLY),
+            Err(_) => drop(self.apply_ns.fetch_min(now.boot_ns + RETRY_APPLY_NS, Ordering::SeqCst)),
+        }
+        for then in waiting {
+            then(applied.clone());
+        }
+        applied
     }
 
     /// Whether the log wants [`Engine::checkpoint`].

@@ -9,7 +9,8 @@ pub const MAX_PART_BYTES: usize = 255;
 pub const MAX_KEY_BYTES: usize = 1024;
 
 /// A validated key. Nothing is folded: two keys are the same when their bytes are.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(try_from = "String")]
 pub struct Key(Arc<str>);
 
 /// Why some bytes are no key.
@@ -74,6 +75,14 @@ impl Key {
     /// The path of the namespace it is in, and its name there.
     pub fn split(&self) -> (&str, &str) {
         self.0.rsplit_once('/').unwrap_or(("", &self.0))
+    }
+}
+
+impl TryFrom<String> for Key {
+    type Error = BadKey;
+
+    fn try_from(text: String) -> Result<Key, BadKey> {
+        Key::parse(&text)
     }
 }
 

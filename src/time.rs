@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 
 /// One reading of the clocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Now {
     /// `CLOCK_BOOTTIME` in nanoseconds: what deadlines are measured by. Clock steps do not move it, suspend counts.
     pub boot_ns: u64,

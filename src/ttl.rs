@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 /// A lease's time to live: more than 0, at most 365 days.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub struct Ttl(Duration);
 
 /// The text is no TTL; the message says what one looks like.

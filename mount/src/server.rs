@@ -11,7 +11,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use leasefs::engine::Start;
 use leasefs::registry::NamespaceRow;
-use leasefs::registry::sqlite::{self, SqliteRegistry};
+use leasefs::registry::journal::Journal;
+use leasefs::registry::sqlite;
 use leasefs::results::Results;
 use leasefs::{Config, Engine, Error, NamespaceId, RequestId, Ttl};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -105,6 +106,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
     };
     connection.run(fs.clone(), || {
         fs.shared().set_careful(false);
+        fs.shared().set_direct();
         tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
         if !takes_over && !answers(mountpoint) {
             tracing::warn!("{} does not answer yet", mountpoint.display());
@@ -112,6 +114,9 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         ready();
     })?;
     fs.shared().engine.flush(clock::now());
+    if let Err(error) = fs.shared().engine.apply(clock::now()) {
+        tracing::warn!("what is in the journal stays there for the next server: {error}");
+    }
     drop(passed.lock);
     Ok(())
 }
@@ -140,7 +145,7 @@ fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<(
         shared.timekeeper.run(|| shared.next_ns(), || shared.on_time());
     })?;
     timekeeper::spawn("writer", shared, |shared| {
-        shared.writer.run(|| u64::MAX, || shared.on_write());
+        shared.writer.run(|| shared.engine.apply_ns(), || shared.on_write());
     })?;
     timekeeper::spawn("watcher", shared, |shared| shared.watcher.run(|wait| shared.on_signal(wait)))?;
     let connections = dead_mount::connections(&shared.settings.state_dir);
@@ -163,7 +168,7 @@ fn unmount_on_signal(mountpoint: &Path, signals: SigSet) {
 fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takes_over: bool) -> Result<Engine> {
     let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
     let results = Results::open(state_dir).map_err(|error| explain(error.into()))?;
-    let registry = SqliteRegistry::open(state_dir).map_err(explain)?;
+    let registry = Journal::open(state_dir).map_err(explain)?;
     let now = clock::now();
     let now_ns = now.wall_ms * 1_000_000;
     let config = Config {

@@ -72,6 +72,7 @@ impl Inner {
                 namespace,
                 state,
                 unsettled: 0,
+                changed: 0,
                 armed_ns: None,
                 counted: None,
                 opens,
@@ -121,6 +122,7 @@ impl Inner {
             namespace: parent,
             state: KeyState::default(),
             unsettled: 0,
+            changed: 0,
             armed_ns: None,
             counted: None,
             opens: 0,
@@ -220,7 +222,10 @@ impl Inner {
             self.note_refusal(id, error, now);
         }
         let unsettled = self.is_unsettled(id);
-        if !unsettled && (reply.is_err() || !changed) {
+        // A share that only the end of a lease made room for is told of once that end is recorded.
+        let recorded =
+            reply != Ok(Reply::Shared) || self.keys.get(&id).is_none_or(|entry| entry.changed <= self.settled);
+        if !unsettled && (reply.is_err() || !changed) && recorded {
             return ready.push((done, reply));
         }
         // Nobody waits for the answer to a close, so it does not hurry the batch. But the kernel sends no more of them
@@ -298,6 +303,9 @@ impl Inner {
         let Step { changes, grants, notices, standings, .. } = step;
         if !changes.is_empty() {
             self.touch_batch(now);
+            if let Some(entry) = self.keys.get_mut(&id) {
+                entry.changed = self.batch.number;
+            }
         }
         for standing in standings {
             match standing {

@@ -28,7 +28,6 @@ impl Inner {
         match recorded {
             Ok(()) => {
                 self.metrics.commits += u64::from(!batch.writes.is_empty());
-                self.commits += 1;
                 self.retry_ns = None;
                 for (key, handle, owner) in batch.unshared {
                     self.keep_unshared(key, handle, owner);

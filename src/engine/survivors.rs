@@ -44,15 +44,15 @@ pub struct Survivors {
 /// What was left behind of one key.
 #[derive(Debug, Default)]
 pub(super) struct Left {
-    /// Open claim handles; true for those that lost their lease, or were about to.
-    pub claims: Vec<(Handle, bool)>,
+    /// Open claim handles, with the epoch of the lease that they lost, or were about to lose.
+    pub claims: Vec<(Handle, Option<Epoch>)>,
     shares: Vec<Share>,
     drafts: Vec<(Handle, Epoch)>,
 }
 
 impl Survivors {
-    /// An open claim handle, and whether it was kept as [`Standing::Lost`].
-    pub fn claim(&mut self, key: KeyId, handle: Handle, lost: bool) {
+    /// An open claim handle, and what was kept of it as [`Standing::Lost`].
+    pub fn claim(&mut self, key: KeyId, handle: Handle, lost: Option<Epoch>) {
         self.keys.entry(key).or_default().claims.push((handle, lost));
     }
 
@@ -79,12 +79,20 @@ impl Inner {
     /// a reboot (§5). A draft whose handle is gone keeps nothing alive.
     pub(super) fn adopt(&mut self, id: KeyId, state: &mut KeyState, left: Left, now: Now) {
         state.changed_at = state.attempt.as_ref().map_or(now, |attempt| attempt.ended.unwrap_or(attempt.since));
-        state.drafts.extend(left.drafts);
+        // Opening a draft revives an attempt that has ended: where it has ended all the same, the end of its last draft
+        // is recorded, and only the answer to that is missing.
+        let ended = state.attempt.as_ref().filter(|a| a.registered && a.ended.is_some()).map(|attempt| attempt.epoch);
+        state.drafts.extend(left.drafts.into_iter().filter(|(_, epoch)| Some(*epoch) != ended));
         let holder = state.attempt.as_ref().filter(|attempt| attempt.held).map(|attempt| attempt.handle);
-        let lost = left.claims.iter().filter(|(handle, lost)| *lost && Some(*handle) != holder);
-        state.lost.extend(lost.map(|(handle, _)| *handle));
-        if state.live().is_none() {
-            state.sharers = left.shares;
+        // A lease that is held still, or that was never recorded, was lost in memory only.
+        let has_lost = |(handle, lost): &&(Handle, Option<Epoch>)| {
+            lost.is_some_and(|epoch| epoch <= state.epoch) && Some(*handle) != holder
+        };
+        state.lost.extend(left.claims.iter().filter(has_lost).map(|(handle, _)| *handle));
+        if holder.is_none() {
+            // One that lost a lease gave its share back for it.
+            let shares = left.shares.into_iter().filter(|share| !state.lost.contains(&share.handle));
+            state.sharers = shares.collect();
         } else {
             // The end of the lease is not recorded, so nobody was told that it made room for a share.
             for share in left.shares {
@@ -97,7 +105,13 @@ impl Inner {
             attempt.orphaned = !left.claims.iter().any(|(handle, _)| *handle == holder);
         } else if !kept {
             let completed = attempt.result.is_some();
-            attempt.outcome = Some(if completed { Outcome::Completed } else { Outcome::Released });
+            let due = attempt.is_due(now);
+            attempt.registered &= !due;
+            attempt.outcome = Some(match (completed, due) {
+                (true, _) => Outcome::Completed,
+                (false, true) => Outcome::Expired,
+                (false, false) => Outcome::Released,
+            });
             attempt.ended = Some(now);
             state.finished = completed;
             self.batch.writes.push(Write::End(id, Box::new(attempt.clone())));

@@ -9,7 +9,7 @@ use crate::time::Now;
 use crate::ttl::Ttl;
 
 /// A process, told from a later one with the same number by its start time (clock ticks since boot). 0 is unknown.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Process {
     /// Thread-group id in the server's pid namespace; 0 where it cannot be seen.
     pub pid: u32,
@@ -25,7 +25,7 @@ impl Process {
 }
 
 /// Who asks for a lease.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Claimant {
     /// The caller's filesystem uid.
     pub uid: u32,
@@ -57,7 +57,7 @@ impl Claimant {
 }
 
 /// By which form a lease was claimed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Via {
     /// Exclusive create.
@@ -67,7 +67,7 @@ pub enum Via {
 }
 
 /// How an attempt ended: the table of §5.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
     /// The handle was closed, unlocked or unlinked.
@@ -113,7 +113,7 @@ words!(Outcome {
 pub type Why = Arc<str>;
 
 /// A committed result. Never changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ResultMeta {
     /// In bytes.
     pub size: u64,
@@ -124,7 +124,7 @@ pub struct ResultMeta {
 }
 
 /// The newest attempt of a key.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Attempt {
     /// Its number.
     pub epoch: Epoch,

@@ -46,7 +46,7 @@ impl KeyState {
         // An orphan's handle went with its connection.
         if attempt.held && !attempt.orphaned {
             self.lost.insert(handle);
-            fx.standings.push(Standing::Lost(handle));
+            fx.standings.push(Standing::Lost(handle, attempt.epoch));
         }
         attempt.registered = false;
         attempt.why = Some(why);

@@ -1,10 +1,10 @@
 //! Locks and the line of those who wait: first come, first served (§3).
 
-use super::attempt::{Claimant, Via};
+use super::attempt::{Attempt, Claimant, Via};
 use super::state::KeyState;
 use super::{Context, Effects, Notice, Reply, Standing};
 use crate::error::Error;
-use crate::ids::{Handle, Owner, WaiterId};
+use crate::ids::{Handle, Owner, RequestId, WaiterId};
 
 /// What a lock keeps out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,6 +102,12 @@ impl KeyState {
         context: Context,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
+        // Asked again, the answer is the same, whatever became of the lease since.
+        let request = waiter.claimant.request;
+        let of_this = |attempt: &&Attempt| request != RequestId(0) && attempt.claimant.request == request;
+        if let Some(attempt) = self.attempt.as_ref().filter(of_this) {
+            return Ok(Reply::Claimed(attempt.epoch));
+        }
         if self.lost.contains(&waiter.handle) {
             return Err(Error::Stale);
         }

@@ -223,8 +223,8 @@ pub enum Notice {
 /// What a handle is besides what the registry keeps of it: so that the next server knows, should this one be killed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// It lost its lease.
-    Lost(Handle),
+    /// It lost the lease of this epoch.
+    Lost(Handle, Epoch),
     /// It shares the key.
     Shared(Box<Share>),
     /// It does not share the key any more.

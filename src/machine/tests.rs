@@ -11,7 +11,7 @@ const PROCESS: Owner = Owner(7);
 fn claimant() -> Claimant {
     let process = Process { pid: 100, start_time: 1 };
     let (holder, opener, locker) = (process, process, process);
-    Claimant { uid: 1000, gid: 1000, holder, opener, locker, command: Arc::from("sh"), request: RequestId(2) }
+    Claimant { uid: 1000, gid: 1000, holder, opener, locker, command: Arc::from("sh"), request: RequestId(0) }
 }
 
 /// A key and a moment.

@@ -1,10 +1,14 @@
 //! What is stored: keys, attempts, namespaces, and the order in which they become durable.
 //!
-//! The embedded default is SQLite ([`sqlite`], the only file that imports rusqlite); an engine for many hosts would
-//! implement the same [`Registry`]. A registry stores decisions, it takes none.
+//! The embedded default is SQLite ([`sqlite`]; only the files of that name import rusqlite) behind a [`journal`]; an engine for
+//! many hosts would implement the same [`Registry`]. A registry stores decisions, it takes none.
 
+mod coalesce;
+pub mod journal;
 pub mod sqlite;
 mod sqlite_read;
+mod sqlite_write;
+mod tape;
 
 use crate::error::Error;
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, RequestId};
@@ -13,7 +17,7 @@ use crate::machine::{Attempt, Outcome, ResultMeta};
 use crate::time::Now;
 
 /// One write. A batch of them is applied in order, as a whole or not at all.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub enum Write {
     /// A key is seen for the first time.
     Key(KeyId, Key),
@@ -56,7 +60,7 @@ impl Write {
 }
 
 /// A namespace as it is stored.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct NamespaceRow {
     /// Its number.
     pub id: NamespaceId,
@@ -192,6 +196,11 @@ pub trait Registry: Send {
     /// [`Error::Storage`]; then none of them was applied.
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error>;
 
+    /// What was accepted and is safe, but not yet where whoever reads the registry from outside finds it.
+    fn backlog(&self) -> Backlog {
+        Backlog::None
+    }
+
     /// A reading side that never waits for a commit.
     ///
     /// # Errors
@@ -220,8 +229,27 @@ pub trait Read: Send {
     fn results(&mut self, key: KeyId, after: Epoch, limit: usize) -> Result<Vec<Epoch>, Error>;
 }
 
+/// What a registry has accepted but not yet put in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backlog {
+    /// Nothing.
+    None,
+    /// Some; it can stay for a moment.
+    Some,
+    /// So much that a commit may soon have to wait for it.
+    Much,
+}
+
 /// Moves the log into the main file.
 pub trait Checkpoint: Send {
+    /// Puts what was accepted in its place: see [`Registry::backlog`].
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; nothing is lost by it.
+    fn apply(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Does as much as it can without making a commit wait.
     ///
     /// # Errors

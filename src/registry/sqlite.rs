@@ -3,7 +3,7 @@
 //! WAL, so that readers (`leasefs verify`, `history`) never wait and never make the server wait. `synchronous` is FULL
 //! for a batch that must survive a power cut and NORMAL for the rest, which survives the end of the process all the
 //! same. Checkpoints run on a connection of their own and leave the log its size, so that it is written over: syncing a
-//! file that grows costs twice as much. Every update names the attempt it is about and must hit exactly one row.
+//! file that grows costs twice as much.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,13 +11,15 @@ use std::sync::Arc;
 
 use rusqlite::{Connection, OpenFlags, Row, TransactionBehavior, params};
 
+use super::coalesce::Op;
+use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, mark};
 pub use super::sqlite_read::{Reader, can_serve};
-use super::sqlite_read::{SqliteCheckpoint, SqliteRead};
+use super::sqlite_write::{Failure, replay};
 use super::{AttemptRow, Checkpoint, KeyRow, Loaded, LoadedKey, NamespaceRow, Read, Registry, Write};
 use crate::error::Error;
-use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner, RequestId};
+use crate::ids::{Epoch, Handle, NamespaceId, Owner, RequestId};
 use crate::key::Key;
-use crate::machine::{Attempt, Claimant, Outcome, Process, ResultMeta, Via};
+use crate::machine::{Attempt, Claimant, Outcome, Process, ResultMeta};
 use crate::time::Now;
 use crate::ttl::Ttl;
 
@@ -128,7 +130,22 @@ impl SqliteRegistry {
         Ok(())
     }
 
-    fn try_commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Failure> {
+    /// Does all of it as one transaction, and notes how far a journal is in the registry with it.
+    pub(super) fn record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Error> {
+        self.try_record(ops, mark, durable).map_err(Failure::into_error)
+    }
+
+    /// How far the journal is in the registry; none where there never was one.
+    pub(super) fn mark(&self) -> Result<Option<Mark>, Error> {
+        mark(&self.connection).map_err(|e| fault(&e))
+    }
+
+    /// A number that no other call gives.
+    pub(super) fn random(&self) -> Result<i64, Error> {
+        self.connection.query_row("SELECT random()", [], |row| row.get(0)).map_err(|e| fault(&e))
+    }
+
+    fn try_record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Failure> {
         self.set_sync(durable)?;
         // Where taking the last one back failed too, it is taken back now.
         if !self.connection.is_autocommit() {
@@ -136,7 +153,7 @@ impl SqliteRegistry {
         }
         // A transaction object would have these two parsed anew every time.
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
-        let written = writes.iter().try_for_each(|write| apply(&self.connection, write));
+        let written = replay(&self.connection, ops, mark);
         let committed = written.and_then(|()| {
             self.connection.prepare_cached("COMMIT")?.execute([])?;
             Ok(())
@@ -157,28 +174,14 @@ impl SqliteRegistry {
     }
 }
 
-/// A commit that did not happen: SQLite's fault, or a write that did not fit what is stored.
-enum Failure {
-    Sqlite(rusqlite::Error),
-    Mismatch(String),
-}
-
-impl From<rusqlite::Error> for Failure {
-    fn from(error: rusqlite::Error) -> Failure {
-        Failure::Sqlite(error)
-    }
-}
-
 impl Registry for SqliteRegistry {
     fn load(&mut self, boot_id: &str, now: Now) -> Result<Loaded, Error> {
         load(&mut self.connection, boot_id, now).map_err(|e| fault(&e))
     }
 
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error> {
-        self.try_commit(writes, durable).map_err(|failure| match failure {
-            Failure::Sqlite(error) => fault(&error),
-            Failure::Mismatch(message) => Error::storage(None, message),
-        })
+        let ops: Vec<_> = writes.iter().map(Op::One).collect();
+        self.record(&ops, None, durable)
     }
 
     fn reader(&self) -> Result<Box<dyn Read>, Error> {
@@ -190,169 +193,7 @@ impl Registry for SqliteRegistry {
     }
 }
 
-fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
-    match write {
-        Write::Key(id, key) => {
-            let mut insert = tx.prepare_cached("INSERT INTO keys(id, path) VALUES (?1, ?2)")?;
-            insert.execute(params![id.0, key.as_str()])?;
-            Ok(())
-        }
-        Write::Forget(id) => {
-            tx.prepare_cached("DELETE FROM keys WHERE id = ?1 AND epoch = 0")?.execute(params![id.0])?;
-            Ok(())
-        }
-        Write::Claim(id, attempt) => claim(tx, *id, attempt),
-        Write::Renew(id, a) => one_row(
-            tx.prepare_cached(
-                "UPDATE attempts SET renewed_ms = ?3, expires_ms = ?4, deadline_ns = ?5, ttl_ms = ?6, note = ?7, \
-                 held = ?8, reason = ?9, handle = ?10, owners = ?11, via = ?12 \
-                 WHERE key_id = ?1 AND epoch = ?2 AND ended_ms IS NULL",
-            )?
-            .execute(params![
-                id.0,
-                a.epoch.0,
-                a.renewed.wall_ms,
-                a.expires_ms(),
-                a.deadline_ns,
-                a.ttl.as_millis(),
-                a.note,
-                a.held,
-                a.why,
-                a.handle.0,
-                owners_bytes(&a.owners),
-                word(a.via)
-            ])?,
-            "renew",
-            *id,
-            a.epoch,
-        ),
-        Write::End(id, a) => {
-            let ended = tx
-                .prepare_cached(
-                    "UPDATE attempts SET outcome = ?3, reason = ?4, ended_ms = ?5, registered = ?6, held = 0 \
-                     WHERE key_id = ?1 AND epoch = ?2 AND ended_ms IS NULL",
-                )?
-                .execute(params![
-                    id.0,
-                    a.epoch.0,
-                    a.outcome.map(|outcome| outcome.to_string()),
-                    a.why,
-                    a.ended.map(|at| at.wall_ms),
-                    a.registered
-                ])?;
-            one_row(ended, "end", *id, a.epoch)?;
-            if a.outcome == Some(Outcome::Completed) { set_finished(tx, *id, true) } else { Ok(()) }
-        }
-        Write::Revive(id, a) => one_row(
-            tx.prepare_cached(
-                "UPDATE attempts SET outcome = NULL, ended_ms = NULL WHERE key_id = ?1 AND epoch = ?2 \
-                 AND ended_ms IS NOT NULL AND result_ms IS NULL AND epoch = (SELECT epoch FROM keys WHERE id = ?1)",
-            )?
-            .execute(params![id.0, a.epoch.0])?,
-            "revive",
-            *id,
-            a.epoch,
-        ),
-        Write::Commit(id, a, _) => {
-            let result = a.result.unwrap_or(ResultMeta { size: 0, committed_ms: 0, draft: Handle(0) });
-            let done = tx
-                .prepare_cached(
-                    "UPDATE attempts SET result_size = ?3, result_ms = ?4, result_draft = ?5, outcome = 'completed' \
-                     WHERE key_id = ?1 AND epoch = ?2 AND result_ms IS NULL AND ended_ms IS NULL \
-                     AND epoch = (SELECT epoch FROM keys WHERE id = ?1)",
-                )?
-                .execute(params![id.0, a.epoch.0, result.size, result.committed_ms, result.draft.0])?;
-            one_row(done, "commit a result of", *id, a.epoch)
-        }
-        Write::Finished(id, finished) => set_finished(tx, *id, *finished),
-        Write::Answered(id, request) => {
-            let mut put = tx.prepare_cached("UPDATE keys SET request = ?2 WHERE id = ?1")?;
-            put.execute(params![id.0, bits(request.0)])?;
-            Ok(())
-        }
-        Write::Namespace(row) => {
-            let mut put = tx.prepare_cached(
-                "INSERT OR REPLACE INTO namespaces(id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, \
-                 ttl_ms, made, request) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
-            )?;
-            put.execute(params![
-                row.id.0,
-                row.path,
-                row.present,
-                row.mode,
-                row.uid,
-                row.gid,
-                row.atime_ns,
-                row.mtime_ns,
-                row.ctime_ns,
-                row.ttl_ms,
-                row.made,
-                bits(row.request.0)
-            ])?;
-            Ok(())
-        }
-    }
-}
-
-fn claim(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
-    let counted = tx
-        .prepare_cached("UPDATE keys SET epoch = ?2, finished = 0 WHERE id = ?1 AND epoch = ?2 - 1")?
-        .execute(params![id.0, a.epoch.0])?;
-    one_row(counted, "claim", id, a.epoch)?;
-    let mut insert = tx.prepare_cached(
-        "INSERT INTO attempts(key_id, epoch, pid, start_time, uid, gid, command, opener_pid, opener_start, locker_pid, \
-         locker_start, via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owners, request, note, \
-         held, registered) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, \
-         ?19, ?20, ?21, ?22, ?23)",
-    )?;
-    let who = &a.claimant;
-    insert.execute(params![
-        id.0,
-        a.epoch.0,
-        who.holder.pid,
-        who.holder.start_time,
-        who.uid,
-        who.gid,
-        who.command,
-        who.opener.pid,
-        who.opener.start_time,
-        who.locker.pid,
-        who.locker.start_time,
-        word(a.via),
-        a.since.wall_ms,
-        a.renewed.wall_ms,
-        a.expires_ms(),
-        a.ttl.as_millis(),
-        a.deadline_ns,
-        a.handle.0,
-        owners_bytes(&a.owners),
-        bits(who.request.0),
-        a.note,
-        a.held,
-        a.registered
-    ])?;
-    Ok(())
-}
-
-fn set_finished(tx: &Connection, id: KeyId, finished: bool) -> Result<(), Failure> {
-    tx.prepare_cached("UPDATE keys SET finished = ?2 WHERE id = ?1")?.execute(params![id.0, finished])?;
-    Ok(())
-}
-
-fn one_row(rows: usize, what: &str, id: KeyId, epoch: Epoch) -> Result<(), Failure> {
-    if rows == 1 {
-        return Ok(());
-    }
-    Err(Failure::Mismatch(format!(
-        "the registry does not fit: cannot {what} attempt {epoch} of key {id}; run `leasefs verify`"
-    )))
-}
-
-/// Lock owners as they are stored: eight bytes each, lowest first.
-fn owners_bytes(owners: &[Owner]) -> Vec<u8> {
-    owners.iter().flat_map(|owner| owner.0.to_le_bytes()).collect()
-}
-
+/// Lock owners from eight bytes each.
 fn owners(bytes: &[u8]) -> Vec<Owner> {
     let (numbers, _) = bytes.as_chunks::<8>();
     numbers.iter().map(|number| Owner(u64::from_le_bytes(*number))).collect()
@@ -360,18 +201,6 @@ fn owners(bytes: &[u8]) -> Vec<Owner> {
 
 fn result_meta(size: u64, committed_ms: i64, draft: Option<u64>) -> ResultMeta {
     ResultMeta { size, committed_ms, draft: Handle(draft.unwrap_or(0)) }
-}
-
-fn word(via: Via) -> &'static str {
-    match via {
-        Via::Create => "create",
-        Via::Lock => "lock",
-    }
-}
-
-/// SQLite's integers are signed; the kernel's numbers use all 64 bits.
-fn bits(number: u64) -> i64 {
-    number.cast_signed()
 }
 
 fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, rusqlite::Error> {
@@ -536,7 +365,7 @@ fn outcome(word: Option<String>) -> Option<Outcome> {
     word.and_then(|word| word.parse().ok())
 }
 
-fn bad_value(column: usize, what: String) -> rusqlite::Error {
+pub(super) fn bad_value(column: usize, what: String) -> rusqlite::Error {
     rusqlite::Error::FromSqlConversionFailure(column, rusqlite::types::Type::Text, what.into())
 }
 

@@ -1,16 +1,39 @@
 //! The connections beside the writing one: lookups while mounted, whole reads for commands, checkpoints.
 
 use std::path::Path;
+use std::time::Duration;
 
+use rusqlite::backup::Backup;
 use rusqlite::{Connection, OpenFlags, params};
 
+use super::journal::{self, Left, plan};
 use super::sqlite::{
-    ATTEMPT_COLUMNS, FILE, SCHEMA_VERSION, attempt_row, check_version, fault, key_row, pragma, reading_flags,
+    ATTEMPT_COLUMNS, FILE, SCHEMA_VERSION, attempt_row, bad_value, check_version, fault, key_row, pragma, reading_flags,
 };
+use super::sqlite_write::{Failure, replay};
 use super::{AttemptRow, Checkpoint, KeyRow, Read, StoredResult};
 use crate::error::Error;
 use crate::ids::{Epoch, KeyId};
 use crate::key::Key;
+
+/// How far a journal's records are in the registry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mark {
+    /// The number of the journal's file.
+    pub id: i64,
+    /// The number of its newest record that is in the registry.
+    pub record: u64,
+}
+
+pub(super) fn mark(connection: &Connection) -> Result<Option<Mark>, rusqlite::Error> {
+    let mut query = connection.prepare_cached("SELECT value FROM meta WHERE name = 'journal'")?;
+    let text: Option<String> = query.query([])?.next()?.map(|row| row.get(0)).transpose()?;
+    let parse = |text: &str| {
+        let (id, record) = text.split_once(' ')?;
+        Some(Mark { id: id.parse().ok()?, record: record.parse().ok()? })
+    };
+    text.map(|text| parse(&text).ok_or_else(|| bad_value(0, format!("meta journal {text:?}")))).transpose()
+}
 
 /// Lookups of ended attempts by the server.
 pub(super) struct SqliteRead(Connection);
@@ -95,7 +118,12 @@ pub fn can_serve(state_dir: &Path) -> Result<(), Error> {
 }
 
 /// Reads a whole registry, also while it is served, and never writes to it.
-pub struct Reader(Connection);
+///
+/// What is in the journal only is shown too: then it reads a copy in memory, to which that was applied.
+pub struct Reader {
+    file: Connection,
+    copy: Option<Connection>,
+}
 
 impl Reader {
     /// Opens the registry of a state directory.
@@ -104,8 +132,10 @@ impl Reader {
     /// [`Error::Storage`] where there is none, it cannot be read, or it is not of a version this program knows.
     pub fn open(state_dir: &Path) -> Result<Reader, Error> {
         let path = state_dir.join(FILE);
-        let connection = open_read_only(&path)?;
-        let version = pragma(&connection, "user_version")?;
+        // Read before the database: what is applied in between counts as applied.
+        let left = journal::read(state_dir)?;
+        let file = open_read_only(&path)?;
+        let version = pragma(&file, "user_version")?;
         if version < SCHEMA_VERSION {
             let path = path.display();
             let message = format!(
@@ -113,7 +143,17 @@ impl Reader {
             );
             return Err(Error::storage(None, message));
         }
-        Ok(Reader(connection))
+        let mut copy = None;
+        if let Some(left) = left
+            && !left.is_in(mark(&file).map_err(|e| fault(&e))?)
+        {
+            copy = Some(with_journal(&file, left)?);
+        }
+        Ok(Reader { file, copy })
+    }
+
+    fn view(&self) -> &Connection {
+        self.copy.as_ref().unwrap_or(&self.file)
     }
 
     /// Reads keys and attempts as of one moment.
@@ -122,7 +162,7 @@ impl Reader {
     /// [`Error::Storage`].
     pub fn snapshot(&self) -> Result<(Vec<KeyRow>, Vec<AttemptRow>), Error> {
         let read = || {
-            let tx = self.0.unchecked_transaction()?;
+            let tx = self.view().unchecked_transaction()?;
             let keys = tx
                 .prepare("SELECT id, path, epoch, finished, pruned FROM keys ORDER BY path")?
                 .query_map([], |row| key_row(row, 0))?
@@ -158,7 +198,7 @@ impl Reader {
     /// [`Error::Storage`].
     pub fn history(&self, key: &Key) -> Result<Vec<AttemptRow>, Error> {
         let read = || {
-            self.0
+            self.view()
                 .prepare(&format!(
                     "SELECT {ATTEMPT_COLUMNS} FROM attempts a JOIN keys k ON k.id = a.key_id WHERE k.path = ?1 \
                      ORDER BY a.epoch"
@@ -174,8 +214,21 @@ impl Reader {
     /// # Errors
     /// [`Error::Storage`] where it is too damaged to be checked.
     pub fn integrity(&self) -> Result<Vec<String>, Error> {
-        problems(&self.0, "integrity_check").map_err(|e| fault(&e))
+        problems(&self.file, "integrity_check").map_err(|e| fault(&e))
     }
+}
+
+/// A copy in memory of all that is in the database and the journal.
+fn with_journal(file: &Connection, left: Left) -> Result<Connection, Error> {
+    let copy = || {
+        let mut copy = Connection::open_in_memory()?;
+        Backup::new(file, &mut copy)?.run_to_completion(i32::MAX, Duration::ZERO, None)?;
+        Ok(copy)
+    };
+    let copy = copy().map_err(|e: rusqlite::Error| fault(&e))?;
+    let writes = left.after(mark(&copy).map_err(|e| fault(&e))?)?;
+    replay(&copy, &plan(writes.iter())?, None).map_err(Failure::into_error)?;
+    Ok(copy)
 }
 
 /// Runs `quick_check` or `integrity_check`; empty when the file is sound.

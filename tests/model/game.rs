@@ -11,14 +11,14 @@ use std::sync::{Arc, Weak};
 use leasefs::engine::KeyEntry;
 use leasefs::machine::Input;
 use leasefs::namespaces::Node;
-use leasefs::{Engine, Epoch, Handle, Key, KeyId, NamespaceId, Now, Ttl, WaiterId};
+use leasefs::{Engine, Epoch, Handle, Key, KeyId, NamespaceId, Now, Owner, Ttl, WaiterId};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use crate::contract::{Contract, Told};
 use crate::machine::compare;
 use crate::players::{Act, MAX_OPEN, Numbers, PROCESSES, Pause, Players, act, after, finish, moment, ttl};
-use crate::rig::{Fate, OpenHandles, Rig, TTL_MS, is_by_order};
+use crate::rig::{Fate, OpenHandles, Rig, Storage, TTL_MS, is_by_order};
 
 /// The keys that are played for; one in a namespace with a TTL of its own.
 const KEYS: [(&str, &str); 3] = [("", "a"), ("", "b"), ("ns", "c")];
@@ -89,6 +89,30 @@ enum Entry {
 }
 
 impl Entry {
+    fn is_unanswered_request(&self) -> bool {
+        let Entry::Asked { input, told, .. } = self else { return false };
+        told.is_empty()
+            && !matches!(input, Input::Lock { wait: Some(_), .. } | Input::Close { .. } | Input::CloseDraft { .. })
+    }
+
+    fn is_unanswered_lock(&self, of: Owner) -> bool {
+        matches!(self, Entry::Asked { input: Input::Lock { owner, .. }, told, .. } if told.is_empty() && *owner == of)
+    }
+
+    fn is_unanswered(&self, on: Handle) -> bool {
+        let Entry::Asked { input, told, .. } = self else { return false };
+        let of_request = match input {
+            Input::Create { handle, .. }
+            | Input::Lock { handle, .. }
+            | Input::Unlock { handle, .. }
+            | Input::Renew { handle, .. }
+            | Input::OpenDraft { handle, .. }
+            | Input::Commit { handle, .. } => *handle,
+            _ => return false,
+        };
+        told.is_empty() && of_request == on
+    }
+
     fn told(&self) -> Option<(&Input, &Told)> {
         match self {
             Entry::Asked { input, told, .. } => told.first().map(|told| (input, told)),
@@ -105,6 +129,8 @@ struct Seat {
     players: Players,
     /// Handles of plain opens, which no request of the history opened.
     opened: Vec<Handle>,
+    /// Its number is not recorded yet, so whoever opened it is not answered yet.
+    is_new: Arc<AtomicBool>,
     history: Arc<Mutex<Vec<Entry>>>,
 }
 
@@ -139,8 +165,12 @@ fn content(draft: Handle) -> Vec<u8> {
 
 impl Game {
     pub fn new() -> Game {
+        Game::on(Storage::Plain)
+    }
+
+    pub fn on(storage: Storage) -> Game {
         let now_ns = 1_000_000_000;
-        let rig = Rig::new(moment(now_ns));
+        let rig = Rig::on(storage, moment(now_ns));
         let ns = crate::rig::mkdir(&rig.engine, b"ns", moment(now_ns));
         let set_ttl = |row: &mut leasefs::registry::NamespaceRow| row.ttl_ms = Some(NS_TTL_MS);
         rig.engine.change_namespace(ns, moment(now_ns), set_ttl, Box::new(|_| ())).expect("a namespace");
@@ -154,6 +184,7 @@ impl Game {
                 ttl: if parent.is_empty() { ttl(TTL_MS) } else { ttl(NS_TTL_MS) },
                 players: Players::default(),
                 opened: Vec::new(),
+                is_new: Arc::default(),
                 history: Arc::default(),
             })
             .collect();
@@ -186,16 +217,39 @@ impl Game {
         let seat = &mut self.seats[at];
         if matches!(act, Act::Open) && seat.players.files.len() < MAX_OPEN || matches!(act, Act::Create { .. }) {
             engine.open_name(seat.parent, seat.name.as_bytes(), now).expect("a key's name");
-        } else if known.is_none() || matches!(act, Act::Open) {
+        } else if known.is_none() || matches!(act, Act::Open) || seat.is_new.load(Ordering::SeqCst) {
             return;
         }
-        let before = seat.players.files.len();
+        if known.is_none() {
+            seat.is_new.store(true, Ordering::SeqCst);
+            let is_new = Arc::clone(&seat.is_new);
+            engine.when_recorded(Box::new(move || is_new.store(false, Ordering::SeqCst)));
+        }
+        let before = (seat.players.files.clone(), seat.players.drafts.clone());
         let Some(mut input) = seat.players.input(act, epoch, &mut EngineNumbers(&engine)) else {
-            if seat.players.files.len() > before {
+            if seat.players.files.len() > before.0.len() {
                 seat.opened.extend(seat.players.files.last());
             }
             return;
         };
+        // Whoever waits for an answer has the file open: its last copy is not closed before.
+        if let Input::Close { handle, .. } | Input::CloseDraft { handle } | Input::Unlock { handle, .. } = &input
+            && seat.history.lock().iter().any(|entry| entry.is_unanswered(*handle))
+        {
+            (seat.players.files, seat.players.drafts) = before;
+            return;
+        }
+        // What ends a lease may come before or after whatever is on its way at the same time.
+        let ends = matches!(&input, Input::Unlink { .. } | Input::Evict { .. } | Input::Lose { .. });
+        if ends && seat.history.lock().iter().any(Entry::is_unanswered_request) {
+            return;
+        }
+        // Two threads that lock as one owner or by one handle at the same time may be taken in either order.
+        if let Input::Lock { owner, handle, .. } | Input::Unlock { owner, handle, .. } = &input
+            && seat.history.lock().iter().any(|entry| entry.is_unanswered_lock(*owner) || entry.is_unanswered(*handle))
+        {
+            return;
+        }
         match &mut input {
             Input::OpenDraft { handle, .. } => {
                 let mut file = engine.results.create_draft(*handle).expect("a draft");
@@ -230,7 +284,7 @@ impl Game {
     }
 
     /// Everything decided so far is recorded; the disk is well.
-    fn settle(game: &Mutex<Game>) {
+    pub fn settle(game: &Mutex<Game>) {
         let (engine, now) = {
             let game = game.lock();
             game.rig().orders.clear();
@@ -276,6 +330,7 @@ impl Game {
                 };
                 let now = game.lock().now();
                 let _ = engine.tick(now);
+                game.lock().rig().write(now);
             }
             Turn::Flush(fates) => Game::flush(game, fates, &[]),
             Turn::Slow(fates, acts) => Game::flush(game, fates, acts),
@@ -287,7 +342,8 @@ impl Game {
                         (Arc::clone(&game.rig().engine), game.rig().orders.clone(), game.now())
                     };
                     orders.expect([Fate::Killed]);
-                    engine.flush(now);
+                    let killed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| engine.flush(now)));
+                    drop(killed);
                     orders.clear();
                 }
                 game.lock().take_over();
@@ -340,11 +396,16 @@ impl Game {
     fn take_over(&mut self) {
         self.silenced.store(true, Ordering::SeqCst);
         self.silenced = Arc::default();
+        for seat in &self.seats {
+            seat.is_new.store(false, Ordering::SeqCst);
+        }
         let now = self.now();
         let handles: Vec<OpenHandles> = (0..self.seats.len()).filter_map(|at| self.open_handles(at)).collect();
         let boot_id = format!("boot-{}", self.boots);
         self.rig = self.rig.take().map(|rig| rig.take_over(&boot_id, now, &handles));
         let engine = Arc::clone(&self.rig().engine);
+        // What was due when the server was killed is due.
+        let _ = engine.tick(now);
         let kept: HashSet<Handle> = handles.iter().flat_map(|(_, claims, _)| claims.iter().copied()).collect();
         for seat in &self.seats {
             if engine.find(&seat.key).is_none() {
@@ -355,10 +416,10 @@ impl Game {
             }
             let history = Arc::clone(&seat.history);
             let asked = |(number, entry): (usize, &Entry)| match entry {
-                Entry::Asked { input, now_ns, told, .. } if told.is_empty() => Some((number, input.clone(), *now_ns)),
+                Entry::Asked { input, told, .. } if told.is_empty() => Some((number, input.clone())),
                 _ => None,
             };
-            let again: Vec<(usize, Input, u64)> = {
+            let again: Vec<(usize, Input)> = {
                 let history = history.lock();
                 let lost = history.iter().rposition(|entry| matches!(entry, Entry::Restarted { .. }));
                 history.iter().enumerate().skip(lost.unwrap_or(0)).filter_map(asked).collect()
@@ -368,8 +429,7 @@ impl Game {
                     *again = true;
                 }
             }
-            for (number, input, now_ns) in again {
-                let now = Now { wall_ms: moment(now_ns).wall_ms + self.wall_offset_ms, ..moment(now_ns) };
+            for (number, input) in again {
                 let known = engine.find(&seat.key);
                 match (&input, known) {
                     (Input::Create { handle, .. }, Some(_)) if kept.contains(handle) => {}
@@ -538,6 +598,11 @@ impl Game {
                     if refused && waiter.is_none() || waiter.is_some_and(&never_in_line) {
                         continue;
                     }
+                    let superseded = *again && told.first() == Some(&Err(leasefs::Error::Stale));
+                    if superseded && matches!(input, Input::OpenDraft { .. }) {
+                        // The lease was taken away before it could be told of.
+                        continue;
+                    }
                     let refused = refused || waiter.is_some_and(|waiter| model.is_doomed(waiter));
                     let (reply, grants) = model.step(input, *now_ns, seat.ttl);
                     match (reply, waiter) {
@@ -551,6 +616,9 @@ impl Game {
                         }
                         // No client asks for these: what was done once is not there to be done again.
                         _ if *again && matches!(input, Input::Lose { .. } | Input::Cancel(_)) => {}
+                        _ if superseded && matches!(input, Input::Renew { .. } | Input::SetTtl { .. }) => {}
+                        // What was on its way at the same time may have come first.
+                        (Err(_), _) if *again && told.first().is_some_and(Result::is_err) => {}
                         (Ok(_), _) if *again => {
                             prop_assert!(told.first().is_some_and(Result::is_ok), "{:?} again: {:?}", input, told);
                         }

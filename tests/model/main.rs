@@ -6,6 +6,7 @@ mod contract;
 mod facade;
 mod faults;
 mod game;
+mod journal;
 mod ledger;
 #[allow(dead_code, reason = "the suites on a mount use more of it")]
 #[path = "../suites/linear.rs"]

@@ -86,13 +86,15 @@ impl Players {
             }
             Act::Create { process } => {
                 let handle = numbers.handle();
-                Input::Create { handle, claimant: claimant(process, process) }
+                let request = RequestId(handle.0);
+                Input::Create { handle, claimant: Claimant { request, ..claimant(process, process) } }
             }
             Act::Lock { file: at, process, posix, mode, wait } => {
                 let handle = file(at)?;
                 let wait = wait.then(|| numbers.waiter());
                 self.waiters.extend(wait);
-                let claimant = claimant(opener(handle), process);
+                let request = RequestId(numbers.handle().0);
+                let claimant = Claimant { request, ..claimant(opener(handle), process) };
                 Input::Lock { handle, owner: self.owner(handle, process, posix), mode, wait, claimant }
             }
             Act::Unlock { file: at, process, posix } => {
@@ -171,7 +173,7 @@ pub fn claimant(opener: u8, locker: u8) -> Claimant {
         opener: process(opener),
         locker: process(locker),
         command: Arc::from("player"),
-        request: RequestId(2),
+        request: RequestId(0),
     }
 }
 

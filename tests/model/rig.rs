@@ -1,16 +1,19 @@
 //! An engine on a directory of its own, over a registry that fails and delays to order.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
+use std::path::Path;
 use std::sync::Arc;
 
 use leasefs::engine::{Asked, Durability, Memory, Start, Survivors};
 use leasefs::machine::{Reply, Share, Standing};
 use leasefs::namespaces::{Credentials, Node};
+use leasefs::registry::journal::Journal;
 use leasefs::registry::sqlite::{Reader, SqliteRegistry};
-use leasefs::registry::{AttemptRow, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
+use leasefs::registry::{AttemptRow, Backlog, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
 use leasefs::results::Results;
 use leasefs::{Config, Engine, Epoch, Error, Handle, KeyId, NamespaceId, Now, verify};
 use parking_lot::Mutex;
+use proptest::prelude::*;
 use tempfile::TempDir;
 
 use crate::players::ttl;
@@ -37,6 +40,7 @@ type Meanwhile = Box<dyn FnOnce() + Send>;
 struct Plan {
     fates: VecDeque<Fate>,
     meanwhile: Option<Meanwhile>,
+    recorded: Vec<Vec<Write>>,
 }
 
 /// The orders of a [`FaultyRegistry`]. Without any it is a faithful one.
@@ -52,6 +56,11 @@ impl Orders {
     /// The next commit takes long enough for this to happen; it must not flush.
     pub fn meanwhile(&self, then: impl FnOnce() + Send + 'static) {
         self.0.lock().meanwhile = Some(Box::new(then));
+    }
+
+    /// What was committed so far, batch by batch.
+    pub fn recorded(&self) -> Vec<Vec<Write>> {
+        self.0.lock().recorded.clone()
     }
 
     /// Ends all faults.
@@ -74,8 +83,24 @@ impl Orders {
     }
 }
 
-/// SQLite's registry with faults put in.
-struct FaultyRegistry(SqliteRegistry, Orders);
+/// What is under the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Storage {
+    /// SQLite alone, and servers that end in good order.
+    Plain,
+    /// Behind a journal that takes everything, and servers that are killed.
+    Process,
+    /// Behind a journal that takes what need not survive a power cut, and servers that are killed.
+    Full,
+}
+
+/// Any of them.
+pub fn storage() -> impl Strategy<Value = Storage> {
+    prop_oneof![Just(Storage::Plain), Just(Storage::Process), Just(Storage::Full)]
+}
+
+/// A registry with faults put in.
+struct FaultyRegistry(Box<dyn Registry>, Orders);
 
 impl Registry for FaultyRegistry {
     fn load(&mut self, boot_id: &str, now: Now) -> Result<Loaded, Error> {
@@ -85,14 +110,24 @@ impl Registry for FaultyRegistry {
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error> {
         const ENOSPC: i32 = 28;
         match self.1.fate() {
-            Fate::Done => self.0.commit(writes, durable),
+            Fate::Done => {
+                self.0.commit(writes, durable)?;
+                self.1.0.lock().recorded.push(writes.to_vec());
+                Ok(())
+            }
             Fate::Killed => {
                 self.0.commit(writes, durable)?;
-                Err(Error::storage(None, "killed, by order"))
+                self.1.0.lock().recorded.push(writes.to_vec());
+                // As a killed server, it comes to nothing more.
+                std::panic::resume_unwind(Box::new("killed, by order"))
             }
             Fate::DiskFull => Err(Error::storage(Some(ENOSPC), "no space left, by order")),
             Fate::Broken => Err(Error::storage(None, "broken, by order")),
         }
+    }
+
+    fn backlog(&self) -> Backlog {
+        self.0.backlog()
     }
 
     fn reader(&self) -> Result<Box<dyn Read>, Error> {
@@ -110,6 +145,7 @@ pub type OpenHandles = (KeyId, Vec<Handle>, Vec<(Handle, Epoch)>);
 /// An engine, its directory and its faults.
 #[derive(Clone)]
 pub struct Rig {
+    storage: Storage,
     dir: Arc<TempDir>,
     pub engine: Arc<Engine>,
     pub orders: Orders,
@@ -119,7 +155,7 @@ pub struct Rig {
 /// The TTL of leases where no namespace sets another, in milliseconds.
 pub const TTL_MS: u64 = 1_000;
 
-fn config() -> Config {
+fn config(storage: Storage) -> Config {
     let root = NamespaceRow {
         id: NamespaceId::ROOT,
         path: String::new(),
@@ -135,7 +171,8 @@ fn config() -> Config {
         request: leasefs::RequestId(0),
     };
     let (max_result, max_keys, max_waiters) = (1 << 20, 1_000, 1_000);
-    Config { ttl: ttl(TTL_MS), durability: Durability::Full, max_result, max_keys, max_waiters, root }
+    let durability = if storage == Storage::Process { Durability::Process } else { Durability::Full };
+    Config { ttl: ttl(TTL_MS), durability, max_result, max_keys, max_waiters, root }
 }
 
 /// What the engine keeps for its successor.
@@ -144,7 +181,7 @@ pub struct Recorder(Arc<Mutex<Recorded>>);
 
 #[derive(Default)]
 struct Recorded {
-    lost: BTreeSet<Handle>,
+    lost: BTreeMap<Handle, Epoch>,
     shares: Vec<(KeyId, Share)>,
     next_event: u64,
 }
@@ -153,7 +190,7 @@ impl Memory for Recorder {
     fn keep(&self, key: KeyId, standing: &Standing) {
         let mut kept = self.0.lock();
         match standing {
-            Standing::Lost(handle) => drop(kept.lost.insert(*handle)),
+            Standing::Lost(handle, epoch) => drop(kept.lost.insert(*handle, *epoch)),
             Standing::Shared(share) => kept.shares.push((key, (**share).clone())),
             Standing::Unshared(handle, owner) => {
                 kept.shares.retain(|(_, share)| share.handle != *handle || share.owner != *owner);
@@ -166,41 +203,79 @@ impl Memory for Recorder {
     }
 }
 
-fn open(dir: &TempDir, orders: &Orders, start: Start<'_>) -> Arc<Engine> {
-    let registry = FaultyRegistry(SqliteRegistry::open(dir.path()).expect("registry"), orders.clone());
+fn open(storage: Storage, dir: &TempDir, orders: &Orders, start: Start<'_>) -> Arc<Engine> {
+    let registry: Box<dyn Registry> = match storage {
+        Storage::Plain => Box::new(SqliteRegistry::open(dir.path()).expect("registry")),
+        Storage::Process | Storage::Full => Box::new(Journal::open(dir.path()).expect("registry")),
+    };
+    let registry = FaultyRegistry(registry, orders.clone());
     let results = Results::open(dir.path()).expect("results");
     if start.survivors.is_none() {
         results.drop_drafts(|_| false);
     }
-    Arc::new(Engine::open(config(), Box::new(registry), results, start).expect("engine"))
+    Arc::new(Engine::open(config(storage), Box::new(registry), results, start).expect("engine"))
+}
+
+/// A new directory; in memory where there is such a place.
+pub fn new_dir() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory")
+}
+
+/// What a server leaves that is killed now.
+pub fn image(dir: &Path) -> TempDir {
+    let copy = new_dir();
+    copy_files(dir, copy.path());
+    copy
+}
+
+fn copy_files(from: &Path, to: &Path) {
+    for entry in std::fs::read_dir(from).expect("a directory").map(|entry| entry.expect("a directory")) {
+        let (path, copy) = (entry.path(), to.join(entry.file_name()));
+        if path.is_dir() {
+            std::fs::create_dir(&copy).expect("a directory");
+            copy_files(&path, &copy);
+        } else if path.extension().is_none_or(|extension| extension != "db-shm") {
+            // The one left out is shared memory, which the first to open the database makes anew.
+            std::fs::copy(&path, &copy).expect("a copy");
+        }
+    }
 }
 
 impl Rig {
-    /// A new state directory; in memory where there is such a place.
+    /// A new state directory.
     pub fn new(now: Now) -> Rig {
-        let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
-        let orders = Orders::default();
-        let recorder = Recorder::default();
-        let memory = Box::new(recorder.clone());
-        let engine = open(&dir, &orders, Start { memory, ..Start::alone("boot-1", now) });
-        Rig { dir: Arc::new(dir), engine, orders, recorder }
+        Rig::on(Storage::Plain, now)
     }
 
-    /// Ends the server and starts the next on the same directory.
+    /// A new state directory with this storage.
+    pub fn on(storage: Storage, now: Now) -> Rig {
+        let (dir, orders, recorder) = (new_dir(), Orders::default(), Recorder::default());
+        let memory = Box::new(recorder.clone());
+        let engine = open(storage, &dir, &orders, Start { memory, ..Start::alone("boot-1", now) });
+        Rig { storage, dir: Arc::new(dir), engine, orders, recorder }
+    }
+
+    /// Ends the server and starts the next where it left off. One with a journal is killed.
     pub fn restart(self, boot_id: &str, now: Now) -> Rig {
-        let Rig { dir, engine, orders, .. } = self;
+        let Rig { storage, mut dir, engine, orders, .. } = self;
         assert_eq!(Arc::strong_count(&engine), 1, "somebody still uses the old engine");
+        if storage != Storage::Plain {
+            dir = Arc::new(image(dir.path()));
+        }
         drop(engine);
         let recorder = Recorder::default();
         let memory = Box::new(recorder.clone());
-        let engine = open(&dir, &orders, Start { memory, ..Start::alone(boot_id, now) });
-        Rig { dir, engine, orders, recorder }
+        let engine = open(storage, &dir, &orders, Start { memory, ..Start::alone(boot_id, now) });
+        Rig { storage, dir, engine, orders, recorder }
     }
 
     /// The server is killed and another takes its connection over: with the handles that are open, by key.
     pub fn take_over(self, boot_id: &str, now: Now, open_handles: &[OpenHandles]) -> Rig {
-        let Rig { dir, engine, orders, recorder } = self;
+        let Rig { storage, mut dir, engine, orders, recorder } = self;
         assert_eq!(Arc::strong_count(&engine), 1, "somebody still uses the old engine");
+        if storage != Storage::Plain {
+            dir = Arc::new(image(dir.path()));
+        }
         drop(engine);
         let mut survivors = Survivors::default();
         {
@@ -208,7 +283,7 @@ impl Rig {
             survivors.next_event = kept.next_event;
             for (key, claims, drafts) in open_handles {
                 for handle in claims {
-                    survivors.claim(*key, *handle, kept.lost.contains(handle));
+                    survivors.claim(*key, *handle, kept.lost.get(handle).copied());
                 }
                 for (draft, epoch) in drafts {
                     survivors.draft(*key, *draft, *epoch);
@@ -219,8 +294,15 @@ impl Rig {
             }
         }
         let (memory, survivors) = (Box::new(recorder.clone()), Some(survivors));
-        let engine = self::open(&dir, &orders, Start { boot_id, now, memory, survivors });
-        Rig { dir, engine, orders, recorder }
+        let engine = open(storage, &dir, &orders, Start { boot_id, now, memory, survivors });
+        Rig { storage, dir, engine, orders, recorder }
+    }
+
+    /// Applies the backlog if that is due, as the server's writer does.
+    pub fn write(&self, now: Now) {
+        if self.engine.apply_ns() <= now.boot_ns {
+            self.engine.apply(now).expect("the registry takes what it accepted");
+        }
     }
 
     /// The registry's rows.

@@ -14,7 +14,7 @@ use leasefs::{Engine, Epoch, Error, Handle, KeyId, NamespaceId, Owner};
 use crate::linear::{self, Timed};
 use crate::players::{claimant, moment, uid};
 use crate::register::{Act, Commits};
-use crate::rig::{Fate, Rig, is_by_order};
+use crate::rig::{Fate, Rig, Storage, is_by_order};
 
 const THREADS: u8 = 4;
 const ROUNDS: u64 = 3_000;
@@ -166,7 +166,16 @@ impl Table<'_> {
 
 #[test]
 fn an_order_of_the_granted_requests_explains_all_answers() {
-    let rig = Rig::new(moment(NOW_NS));
+    play(Storage::Plain);
+}
+
+#[test]
+fn an_order_explains_all_answers_while_a_journal_is_applied() {
+    play(Storage::Process);
+}
+
+fn play(storage: Storage) {
+    let rig = Rig::on(storage, moment(NOW_NS));
     let (clock, leases, histories) = (AtomicU64::new(0), AtomicU32::new(1), Mutex::new(HashMap::new()));
     let over = AtomicBool::new(false);
     let keys: Vec<KeyId> = (0..KEYS)
@@ -185,6 +194,12 @@ fn an_order_of_the_granted_requests_explains_all_answers() {
                 rig.engine.flush(moment(NOW_NS));
                 rig.orders.clear();
                 thread::park_timeout(Duration::from_millis(1));
+            }
+        });
+        scope.spawn(|| {
+            while !over.load(Ordering::SeqCst) {
+                rig.engine.apply(moment(NOW_NS)).expect("the registry takes what it accepted");
+                thread::park_timeout(Duration::from_micros(300));
             }
         });
         let (engine, keys, clock, leases, histories, flusher) =

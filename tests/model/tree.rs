@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use crate::check;
 use crate::players::{claimant, moment};
-use crate::rig::{Fate, Rig, root_asks};
+use crate::rig::{Fate, Rig, Storage, root_asks, storage};
 
 /// Namespaces that are made and removed; the keys' names are among theirs.
 const DIRS: [&str; 3] = ["", "x", "x/y"];
@@ -165,9 +165,9 @@ fn found(rig: &Rig) -> (BTreeSet<String>, BTreeMap<String, u64>) {
     (dirs, keys)
 }
 
-fn play(turns: &[Turn]) -> Result<(), TestCaseError> {
+fn play(storage: Storage, turns: &[Turn]) -> Result<(), TestCaseError> {
     let now = moment(NOW_NS);
-    let rig = Rig::new(now);
+    let rig = Rig::on(storage, now);
     let rig = Arc::new(rig);
     let told = Arc::new(Mutex::new(Told::default()));
     let flush = |fate: Fate, acts: &[Act]| {
@@ -229,5 +229,5 @@ fn play(turns: &[Turn]) -> Result<(), TestCaseError> {
 
 #[test]
 fn the_tree_is_what_was_told() {
-    check(800, prop::collection::vec(turn(), 1..=40), |turns| play(&turns));
+    check(1_000, (storage(), prop::collection::vec(turn(), 1..=40)), |(storage, turns)| play(storage, &turns));
 }

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use fuser::{
     Errno, FileHandle, FopenFlags, Generation, INodeNo, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty, ReplyLock,
@@ -14,7 +15,7 @@ use leasefs::{Error, Handle, KeyId, NamespaceId, Now, Owner, Ttl, view};
 
 use super::handles::{Open, Snapshot};
 use super::names::{Change, NEVER, finish};
-use super::{Caller, LeaseFs};
+use super::{Caller, LeaseFs, created};
 use crate::clock;
 use crate::errno::errno;
 use crate::ino::Node;
@@ -74,8 +75,12 @@ impl LeaseFs {
                 Err(error) => return reply.error(errno(&error)),
             },
         };
-        let fs = self.clone();
+        let (fs, unique) = (self.clone(), req.unique());
+        let direct = self.direct.load(Ordering::Relaxed) && !req.is_repeated;
         let created = move |reply: ReplyCreate| match fs.attributes(Node::Claim(key), now) {
+            Some(attr) if direct => {
+                created::answer(&fs.device, unique, reply, &attr, FileHandle(handle.0), claim_flags());
+            }
             Some(attr) => reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), claim_flags()),
             None => reply.error(Errno::EIO),
         };
@@ -169,9 +174,8 @@ impl LeaseFs {
             Ok(claim) => claim,
             Err(refused) => return reply.error(refused),
         };
-        let locker = self.processes.identify(req.pid());
         let handle = Handle(request.handle);
-        let owner = self.owner(request.owner, handle, locker.process);
+        let owner = self.owner(request.owner, handle, || self.processes.identify(req.pid()).process);
         let mode = match request.kind {
             libc::F_WRLCK => Mode::Exclusive,
             libc::F_RDLCK => Mode::Shared,
@@ -186,6 +190,7 @@ impl LeaseFs {
         if namespace_allows != Some(true) {
             return reply.error(Errno::EACCES);
         }
+        let locker = self.processes.identify(req.pid());
         let claimant = self.claimant(req, &opener, &locker);
         let mut wait = None;
         if request.sleep {
@@ -210,7 +215,12 @@ impl LeaseFs {
 
     /// The lock owner that a request means. The kernel's number for a POSIX lock owner outlives the process it stood for
     /// and may stand for another one later: it counts for what it stood for only with the same handle or process.
-    fn owner(&self, number: u64, handle: Handle, process: Process) -> Owner {
+    fn owner(&self, number: u64, handle: Handle, process: impl FnOnce() -> Process) -> Owner {
+        let known = self.owners.lock().get(&number).filter(|known| known.handles.contains(&handle)).map(|it| it.owner);
+        if let Some(owner) = known {
+            return owner;
+        }
+        let process = process();
         let mut owners = self.owners.lock();
         let stranger = || KnownOwner { owner: Owner(self.engine.new_handle().0), process, handles: HashSet::new() };
         let known = owners.entry(number).or_insert_with(stranger);
@@ -253,7 +263,7 @@ impl LeaseFs {
             Err(refused) => return reply.error(refused),
         };
         let handle = Handle(request.handle);
-        let owner = self.owner(request.owner, handle, self.processes.identify(req.pid()).process);
+        let owner = self.owner(request.owner, handle, || self.processes.identify(req.pid()).process);
         self.expire(key, clock::now());
         let in_the_way = self.engine.view(key, |entry, _| {
             let state = &entry.state;

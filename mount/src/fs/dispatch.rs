@@ -330,7 +330,13 @@ impl Filesystem for LeaseFs {
         let _handling = self.handling(req, opcode::FSYNC, ino);
         match self.kind_of(fh) {
             Some(Kind::Bytes) => self.sync_draft(fh.0, reply),
-            // Anywhere else it says: whatever was decided so far is in the registry.
+            // Whatever was decided so far is in the registry, for whoever goes on to read that.
+            Some(Kind::Text(_)) => {
+                let fs = self.clone();
+                let answer = move |applied: Result<(), Error>| finish(reply, applied);
+                self.engine.when_recorded(Box::new(move || fs.engine.when_applied(Box::new(answer))));
+            }
+            // Anywhere else it says: whatever was decided so far is safe.
             _ => self.engine.when_recorded(Box::new(move || reply.ok())),
         }
         self.settle();

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use leasefs::engine::{Memory, Survivors};
 use leasefs::machine::{Claimant, Process, Share, Standing};
 use leasefs::namespaces::Credentials;
-use leasefs::{Handle, KeyId, Owner, RequestId};
+use leasefs::{Epoch, Handle, KeyId, Owner, RequestId};
 
 use super::claims::KnownOwner;
 use super::handles::{Draft, Open, Snapshot};
@@ -45,13 +45,14 @@ const MOVER: usize = 9;
 const MOVED_FROM: usize = 10;
 /// For events, the number of the next one.
 const POSITION: usize = 11;
+/// For claims, the epoch of the lease that the handle lost; 0 is none.
+const LOST: usize = 12;
 /// Processes that wrote to a draft, two in a word.
 const WRITERS: usize = 12;
 /// Most writers that are told apart; with more, any process counts as one.
 const MAX_WRITERS: usize = 2 * (WORDS - WRITERS);
 
 // Flags.
-const LOST: u64 = 1;
 const KILLED: u64 = 1 << 1;
 const FLUSHED: u64 = 1 << 2;
 const CUT_SHORT: u64 = 1 << 3;
@@ -113,9 +114,9 @@ pub struct Kept(pub Arc<OpenFiles>);
 impl Memory for Kept {
     fn keep(&self, key: KeyId, standing: &Standing) {
         match standing {
-            Standing::Lost(handle) => {
+            Standing::Lost(handle, epoch) => {
                 if let Some(slot) = self.0.find(open_name(handle.0)) {
-                    self.0.set(slot, FLAGS, self.0.get(slot, FLAGS) | LOST);
+                    self.0.set(slot, LOST, epoch.0);
                 }
             }
             Standing::Shared(share) => {
@@ -178,7 +179,9 @@ pub fn survivors(files: &OpenFiles) -> Survivors {
         let (kind, handle) = (words[0], Handle(words[HANDLE]));
         let node = Node::of(fuser::INodeNo(words[INO]));
         match (kind, node) {
-            (CLAIM, Some(Node::Claim(key))) => left.claim(key, handle, words[FLAGS] & LOST != 0),
+            (CLAIM, Some(Node::Claim(key))) => {
+                left.claim(key, handle, (words[LOST] != 0).then_some(Epoch(words[LOST])))
+            }
             (DRAFT, Some(Node::Result(key, epoch))) => left.draft(key, handle, epoch),
             (SHARE, Some(Node::Claim(key))) => {
                 let share = share_of(&words);

@@ -14,6 +14,7 @@
 
 mod claims;
 mod control;
+mod created;
 mod dispatch;
 mod handles;
 mod kept;
@@ -95,6 +96,8 @@ pub struct Shared {
     pub flight: Arc<Flight>,
     /// Records each decision by itself, so that the one that kills the server is known.
     careful: AtomicBool,
+    /// Requests come from the kernel itself, and answers go there.
+    direct: AtomicBool,
     device: OwnedFd,
     files: Arc<OpenFiles>,
     salt: u64,
@@ -196,6 +199,7 @@ impl LeaseFs {
             watcher: Watcher::default(),
             flight,
             careful: AtomicBool::new(false),
+            direct: AtomicBool::new(false),
             device,
             files,
             salt,
@@ -257,12 +261,17 @@ impl LeaseFs {
     fn settle(&self) {
         if self.engine.is_urgent() {
             let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
-            if gathered >= MAX_GATHERED || self.careful.load(Ordering::Relaxed) || !self.has_more() {
+            if gathered >= MAX_GATHERED
+                || self.careful.load(Ordering::Relaxed)
+                || self.engine.is_quick()
+                || !self.has_more()
+            {
                 self.gathered.store(0, Ordering::Relaxed);
                 self.flush(clock::now());
             }
         }
         self.timekeeper.need(self.next_ns());
+        self.writer.need(self.engine.apply_ns());
         self.announce();
     }
 
@@ -320,6 +329,11 @@ impl Shared {
         self.careful.store(careful, Ordering::Relaxed);
     }
 
+    /// From here on requests come from the kernel itself, and answers go there.
+    pub fn set_direct(&self) {
+        self.direct.store(true, Ordering::Relaxed);
+    }
+
     /// Records what was decided, on this thread or, where that may take long, on the writer's.
     pub fn flush(&self, now: Now) {
         if self.engine.is_slow() {
@@ -343,6 +357,7 @@ impl Shared {
         let now = clock::now();
         if self.engine.tick(now) {
             self.flush(now);
+            self.writer.need(self.engine.apply_ns());
         }
         self.notify_polls();
         self.answer_events();
@@ -353,6 +368,12 @@ impl Shared {
         if self.handed.swap(false, Ordering::SeqCst) {
             self.engine.flush(clock::now());
             self.timekeeper.need(self.next_ns());
+        }
+        let now = clock::now();
+        if self.engine.apply_ns() <= now.boot_ns
+            && let Err(error) = self.engine.apply(now)
+        {
+            tracing::warn!("the registry is behind its journal: {error}");
         }
         if self.engine.take_checkpoint_due()
             && let Err(error) = self.engine.checkpoint()
@@ -376,6 +397,7 @@ impl Shared {
         }
         if self.engine.is_urgent() {
             self.flush(now);
+            self.writer.need(self.engine.apply_ns());
         }
         self.timekeeper.need(self.next_ns());
     }
