@@ -118,9 +118,9 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
         },
         device,
         _memory: [flight, files],
-        _lock: lock,
         signals,
         control,
+        _lock: lock,
         program,
         server: None,
         start_at: Some(Instant::now()),
@@ -176,9 +176,10 @@ struct Keeper {
     handover: Handover,
     device: OwnedFd,
     _memory: [OwnedFd; 2],
-    _lock: Flock<File>,
     signals: SignalFd,
     control: Control,
+    /// Below what is removed from the state directory, so that it is locked still.
+    _lock: Flock<File>,
     program: Program,
     server: Option<Server>,
     /// When the next server is to be started, while there is none.
