@@ -179,7 +179,11 @@ fn a_close_cut_off_is_handled_again_on_every_kernel() {
         wait_for("the server was killed with the release unanswered", || !order.path().exists());
         wait_for("another took over", || place.log().contains("handled again"));
         assert!(!place.log().contains("took over the connection: 0"), "{options:?}: {}", place.log());
-        drop(agent);
+        let other = Agent::new();
+        let again = other.open(&place.claim("k"), libc::O_RDWR | libc::O_CREAT).expect("a handle");
+        assert_eq!(other.flock(again, libc::LOCK_EX | libc::LOCK_NB), Ok(()), "{options:?}: it is free");
+        assert_eq!(other.epoch(again), Ok(2));
+        drop((agent, other));
         place.unmount();
     }
 }
