@@ -51,6 +51,8 @@ pub struct Fds {
     pub flight: RawFd,
     /// Memory of what is open.
     pub files: RawFd,
+    /// Memory of [`crate::lastread`].
+    pub last_read: RawFd,
     /// The locked file of the state directory: locked for as long as keeper or server is there.
     pub lock: RawFd,
     /// Where the server says that it is ready, or why not.
@@ -66,6 +68,8 @@ pub struct Passed {
     pub flight: OwnedFd,
     /// Memory of what is open.
     pub files: OwnedFd,
+    /// Memory of [`crate::lastread`].
+    pub last_read: OwnedFd,
     /// Keeps the state directory locked.
     pub lock: OwnedFd,
 }
@@ -97,9 +101,14 @@ impl Handover {
             );
         }
         let handover: Handover = serde_json::from_value(value).context(VARIABLE)?;
-        let Fds { device, flight, files, lock, report: _ } = handover.fds;
-        let passed =
-            Passed { device: adopt(device)?, flight: adopt(flight)?, files: adopt(files)?, lock: adopt(lock)? };
+        let Fds { device, flight, files, last_read, lock, report: _ } = handover.fds;
+        let passed = Passed {
+            device: adopt(device)?,
+            flight: adopt(flight)?,
+            files: adopt(files)?,
+            last_read: adopt(last_read)?,
+            lock: adopt(lock)?,
+        };
         Ok((handover, passed))
     }
 }

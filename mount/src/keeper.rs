@@ -93,7 +93,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
     let program = Program::this()?;
     let control = Control::open(&state_dir)?;
     let memory = |name: &str| memfd_create(name, MFdFlags::MFD_CLOEXEC).context("memfd_create");
-    let (flight, files) = (memory("leasefs-flight")?, memory("leasefs-files")?);
+    let (flight, files, last_read) = (memory("leasefs-flight")?, memory("leasefs-files")?, memory("leasefs-read")?);
     let device = kernel_mount::connect(&mountpoint, &plan.options)?;
     let mounted = Mounted(mountpoint.clone());
     let init = first_request(&device)?;
@@ -111,13 +111,14 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
                 device: device.as_raw_fd(),
                 flight: flight.as_raw_fd(),
                 files: files.as_raw_fd(),
+                last_read: last_read.as_raw_fd(),
                 lock: lock.as_raw_fd(),
                 report: -1,
             },
             plan,
         },
         device,
-        _memory: [flight, files],
+        _memory: [flight, files, last_read],
         signals,
         control,
         _lock: lock,
@@ -175,7 +176,7 @@ struct Upgrade {
 struct Keeper {
     handover: Handover,
     device: OwnedFd,
-    _memory: [OwnedFd; 2],
+    _memory: [OwnedFd; 3],
     signals: SignalFd,
     control: Control,
     /// Below what is removed from the state directory, so that it is locked still.

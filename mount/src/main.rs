@@ -11,6 +11,7 @@ mod ino;
 mod keeper;
 mod kernel_mount;
 mod killpoint;
+mod lastread;
 mod mountinfo;
 mod openfiles;
 mod process;
