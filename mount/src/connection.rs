@@ -27,7 +27,8 @@ use relay::Relay;
 pub const MAX_WRITE: u32 = 128 * 1024;
 /// Room for a request of the kernel or an answer to it.
 const BUFFER: usize = 1 << 20;
-/// Numbers to answer beyond the newest that was handled: of what was read but did not reach its handler. One reader
+/// Numbers to look at on either side of the newest that was handled: of what was read but did not reach its handler.
+/// One reader
 /// has one such request, and each number a forget used up counts; the rest is margin.
 const BEYOND: u64 = 64;
 /// The kernel counts requests in steps of this.
@@ -203,7 +204,11 @@ impl Connection<'_> {
     /// loss of a lease looks.
     fn made_again(&self, relay: &Relay, last: Option<Vec<u8>>) -> (VecDeque<Vec<u8>>, Vec<u64>) {
         let (mut numbers, newest) = self.flight.unanswered();
-        numbers.extend((1..=BEYOND).map(|step| newest + step * STEP));
+        // A forget takes its number when it is read, past those of requests that are read after it.
+        numbers.extend((newest.saturating_sub(BEYOND * STEP)..=newest + BEYOND * STEP).step_by(STEP as usize));
+        numbers.extend(last.as_deref().and_then(Header::of).map(|header| header.unique));
+        numbers.sort_unstable();
+        numbers.dedup();
         numbers.retain(|unique| self.is_unanswered(relay, *unique));
         let made = self.flight.records().into_iter().map(|record| (record.unique, raw::again(&record)));
         let read = last.and_then(|message| Some((Header::of(&message)?.unique, message)));
