@@ -10,7 +10,7 @@
 mod raw;
 mod relay;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
@@ -18,6 +18,7 @@ use anyhow::{Context, Result, bail};
 use fuser::{Filesystem, Session, SessionACL};
 
 use crate::flight::{Flight, RESEND, STRIKES, opcode};
+use crate::lastread;
 use raw::Header;
 use relay::Relay;
 
@@ -26,7 +27,8 @@ use relay::Relay;
 pub const MAX_WRITE: u32 = 128 * 1024;
 /// Room for a request of the kernel or an answer to it.
 const BUFFER: usize = 1 << 20;
-/// Numbers to answer beyond the newest that was handled: of what was read but did not reach its handler. One reader
+/// Numbers to look at on either side of the newest that was handled: of what was read but did not reach its handler.
+/// One reader
 /// has one such request, and each number a forget used up counts; the rest is margin.
 const BEYOND: u64 = 64;
 /// The kernel counts requests in steps of this.
@@ -36,6 +38,8 @@ const STEP: u64 = 2;
 pub struct Connection<'a> {
     /// `/dev/fuse`.
     pub device: OwnedFd,
+    /// Memory of [`crate::lastread`].
+    pub last_read: OwnedFd,
     /// The kernel's first request.
     pub init: &'a [u8],
     /// The kernel sends unanswered requests again when asked to.
@@ -86,10 +90,11 @@ impl Connection<'_> {
             self.flight.answered_init();
             self.replace(number)?;
         }
+        let last = if self.resend { None } else { self.last_read(&relay, takes_over).context("what was read last")? };
         // Not bound to this scope: where taking over fails, the process is to end though the session still waits.
         let running = std::thread::Builder::new().name("session".into()).spawn(|| session.run())?;
         if takes_over {
-            self.take_over(&relay, number)?;
+            self.take_over(&relay, number, last)?;
         }
         // Open, it would keep the session's end of the pair in use.
         drop(relay);
@@ -107,16 +112,38 @@ impl Connection<'_> {
         if done < 0 { Err(io::Error::last_os_error()).context("dup3") } else { Ok(()) }
     }
 
-    fn take_over(&self, relay: &Relay, number: RawFd) -> Result<()> {
+    /// What the server before had read and nobody has handled. The next such is kept, too.
+    fn last_read(&self, relay: &Relay, takes_over: bool) -> io::Result<Option<Vec<u8>>> {
+        // What was saved comes first: then what was read last came from here, and is known.
+        let candidates =
+            if takes_over { [self.flight.saved(), lastread::load(&self.last_read)?] } else { [None, None] };
+        let is_unanswered =
+            |message: &Vec<u8>| Header::of(message).is_some_and(|h| self.is_unanswered(relay, h.unique));
+        let last = candidates.into_iter().flatten().find(is_unanswered);
+        self.flight.save(last.as_deref());
+        lastread::offer(&self.last_read)?;
+        Ok(last)
+    }
+
+    fn is_unanswered(&self, relay: &Relay, unique: u64) -> bool {
+        relay.pass_on(&raw::question(unique)).is_ok()
+    }
+
+    fn take_over(&self, relay: &Relay, number: RawFd, last: Option<Vec<u8>>) -> Result<()> {
         // Whoever waits is put in line anew, and forgotten here only once that is done.
         let parked = self.flight.parked();
-        let (again, cut_off) = if self.resend { (self.resent(relay)?, Vec::new()) } else { self.made_again(relay) };
+        let (again, cut_off) =
+            if self.resend { (self.resent(relay)?, Vec::new()) } else { self.made_again(relay, last) };
         let count = again.len();
         relay.feed(again).context("handing over what was unanswered")?;
         for unique in cut_off {
             let _ = relay.pass_on(&raw::refusal(unique, libc::EINTR));
         }
         parked.into_iter().for_each(|place| self.flight.unpark(place));
+        self.flight.save(None);
+        if !self.resend && !lastread::is_in_use() {
+            tracing::warn!("should this server end, what it read last would not be known: fuser has changed");
+        }
         // Whoever was to be told of a change looks for itself.
         for poll in self.polls {
             let _ = relay.pass_on(&raw::poll_notice(*poll));
@@ -175,24 +202,27 @@ impl Connection<'_> {
     /// A lock must not end so while its caller has no signal: the kernel turns the answer into `ERESTARTSYS`, and a caller
     /// without a signal would be given that, which is no errno it knows. A poll would be told `POLLERR`, which is how the
     /// loss of a lease looks.
-    fn made_again(&self, relay: &Relay) -> (VecDeque<Vec<u8>>, Vec<u64>) {
-        let is_unanswered = |unique: &u64| relay.pass_on(&raw::question(*unique)).is_ok();
+    fn made_again(&self, relay: &Relay, last: Option<Vec<u8>>) -> (VecDeque<Vec<u8>>, Vec<u64>) {
         let (mut numbers, newest) = self.flight.unanswered();
-        numbers.retain(is_unanswered);
-        let unseen: Vec<u64> = (1..=BEYOND).map(|step| newest + step * STEP).filter(is_unanswered).collect();
-        let mut records = self.flight.records();
-        records.retain(|record| numbers.binary_search(&record.unique).is_ok());
-        numbers.retain(|unique| records.binary_search_by_key(unique, |record| record.unique).is_err());
-        tracing::info!("{} calls end with EINTR", numbers.len() + unseen.len());
-        if !unseen.is_empty() {
+        // A forget takes its number when it is read, past those of requests that are read after it.
+        numbers.extend((newest.saturating_sub(BEYOND * STEP)..=newest + BEYOND * STEP).step_by(STEP as usize));
+        numbers.extend(last.as_deref().and_then(Header::of).map(|header| header.unique));
+        numbers.sort_unstable();
+        numbers.dedup();
+        numbers.retain(|unique| self.is_unanswered(relay, *unique));
+        let made = self.flight.records().into_iter().map(|record| (record.unique, raw::again(&record)));
+        let read = last.and_then(|message| Some((Header::of(&message)?.unique, message)));
+        let mut again: BTreeMap<u64, Vec<u8>> = made.chain(read).collect();
+        again.retain(|unique, message| {
+            numbers.binary_search(unique).is_ok()
+                && Header::of(message).is_some_and(|header| !self.is_refused(relay, &header))
+        });
+        numbers.retain(|unique| !again.contains_key(unique));
+        tracing::info!("{} calls end with EINTR", numbers.len());
+        if let Some(lost) = numbers.last().filter(|unique| **unique > newest) {
             // It may have been the close of a handle, which then is never known.
-            tracing::warn!("{} of them had been read by the server before and not been looked at", unseen.len());
+            tracing::error!("request {lost} had been read by the server before, and is not known");
         }
-        numbers.extend(unseen);
-        let made = records
-            .iter()
-            .map(raw::again)
-            .filter(|message| Header::of(message).is_some_and(|header| !self.is_refused(relay, &header)));
-        (made.collect(), numbers)
+        (again.into_values().collect(), numbers)
     }
 }

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap};
@@ -29,6 +29,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"leasefl\x01");
 const RING: usize = 1 << 16;
 /// Newest requests that are kept whole: as above.
 const RECORDS: usize = 1 << 14;
+/// Room for one request as the kernel gave it.
+const SAVED: usize = 1 << 18;
 /// Requests that may wait long at the same time.
 const PARKED: usize = 1 << 16;
 /// Requests that were being handled when a server was killed.
@@ -173,6 +175,8 @@ struct Table {
     passes: [AtomicU64; 16],
     strikes: [Strike; STRUCK],
     records: [Slot; RECORDS],
+    saved_length: AtomicU64,
+    saved: [AtomicU8; SAVED],
     ring: [AtomicU64; RING],
     parked: [Slot; PARKED],
 }
@@ -336,6 +340,24 @@ impl Flight {
         records
     }
 
+    /// A request that was read and not handled, and is about to be.
+    pub fn saved(&self) -> Option<Vec<u8>> {
+        let table = self.table();
+        let length = usize::try_from(table.saved_length.load(Ordering::Acquire)).ok().filter(|length| *length > 0)?;
+        Some(table.saved.get(..length)?.iter().map(|byte| byte.load(Ordering::Relaxed)).collect())
+    }
+
+    /// Keeps such a request until it was handled; none when it was.
+    pub fn save(&self, message: Option<&[u8]>) {
+        let table = self.table();
+        table.saved_length.store(0, Ordering::Release);
+        let Some(message) = message.filter(|message| message.len() <= SAVED) else { return };
+        for (place, byte) in table.saved.iter().zip(message) {
+            place.store(*byte, Ordering::Relaxed);
+        }
+        table.saved_length.store(message.len() as u64, Ordering::Release);
+    }
+
     /// Who waits.
     pub fn parked(&self) -> Vec<Place> {
         let slots = self.table().parked.iter().enumerate();
@@ -439,6 +461,16 @@ mod tests {
         first.park(2).expect("room");
         assert_eq!(second.records()[0], record(4));
         assert_eq!(second.unanswered().0[0], 2);
+    }
+
+    #[test]
+    fn a_request_is_saved_until_it_was_handled() {
+        let (first, second) = servers();
+        assert_eq!(second.saved(), None);
+        first.save(Some(b"a request"));
+        assert_eq!(second.saved().as_deref(), Some(&b"a request"[..]));
+        second.save(None);
+        assert_eq!(first.saved(), None);
     }
 
     #[test]

@@ -51,6 +51,8 @@ pub struct Fds {
     pub flight: RawFd,
     /// Memory of what is open.
     pub files: RawFd,
+    /// Memory of [`crate::lastread`].
+    pub last_read: RawFd,
     /// The locked file of the state directory: locked for as long as keeper or server is there.
     pub lock: RawFd,
     /// Where the server says that it is ready, or why not.
@@ -66,21 +68,31 @@ pub struct Passed {
     pub flight: OwnedFd,
     /// Memory of what is open.
     pub files: OwnedFd,
+    /// Memory of [`crate::lastread`].
+    pub last_read: OwnedFd,
     /// Keeps the state directory locked.
     pub lock: OwnedFd,
 }
 
 impl Handover {
-    /// Takes what the keeper left in the environment, and the descriptor to report on, which is to be closed once all is
-    /// said. To be called once, before there is a second thread.
+    /// Takes what the keeper left in the environment: the descriptor to report on, which is to be closed once all is said,
+    /// and the rest, or why it cannot be used. To be called once, before there is a second thread.
     ///
     /// # Errors
-    /// Where there is none, or it is of another version.
-    pub fn take() -> Result<(Handover, Passed, OwnedFd)> {
+    /// Where no keeper left anything.
+    pub fn take() -> Result<(OwnedFd, Result<(Handover, Passed)>)> {
         let text = std::env::var(VARIABLE).context("`leasefs serve` is for the keeper: use `leasefs mount`")?;
         // SAFETY: no other thread of this process exists yet, so nobody reads the environment meanwhile.
         unsafe { std::env::remove_var(VARIABLE) };
-        let protocol = serde_json::from_str::<serde_json::Value>(&text).context("handover")?["protocol"].as_u64();
+        let value: serde_json::Value = serde_json::from_str(&text).context(VARIABLE)?;
+        // This and the version are where they are in every version, so that a refusal can be told.
+        let report = value["fds"]["report"].as_i64().and_then(|number| RawFd::try_from(number).ok());
+        let report = adopt(report.context(VARIABLE)?)?;
+        Ok((report, Handover::read(value)))
+    }
+
+    fn read(value: serde_json::Value) -> Result<(Handover, Passed)> {
+        let protocol = value["protocol"].as_u64();
         if protocol != Some(PROTOCOL.into()) {
             bail!(
                 "the keeper hands over by protocol {}, and this program ({}) knows {PROTOCOL}: unmount and mount again",
@@ -88,11 +100,16 @@ impl Handover {
                 env!("CARGO_PKG_VERSION")
             );
         }
-        let handover: Handover = serde_json::from_str(&text).context("handover")?;
-        let Fds { device, flight, files, lock, report } = handover.fds;
-        let passed =
-            Passed { device: adopt(device)?, flight: adopt(flight)?, files: adopt(files)?, lock: adopt(lock)? };
-        Ok((handover, passed, adopt(report)?))
+        let handover: Handover = serde_json::from_value(value).context(VARIABLE)?;
+        let Fds { device, flight, files, last_read, lock, report: _ } = handover.fds;
+        let passed = Passed {
+            device: adopt(device)?,
+            flight: adopt(flight)?,
+            files: adopt(files)?,
+            last_read: adopt(last_read)?,
+            lock: adopt(lock)?,
+        };
+        Ok((handover, passed))
     }
 }
 

@@ -94,7 +94,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
     let program = Program::this()?;
     let control = Control::open(&state_dir)?;
     let memory = |name: &str| memfd_create(name, MFdFlags::MFD_CLOEXEC).context("memfd_create");
-    let (flight, files) = (memory("leasefs-flight")?, memory("leasefs-files")?);
+    let (flight, files, last_read) = (memory("leasefs-flight")?, memory("leasefs-files")?, memory("leasefs-read")?);
     let device = kernel_mount::connect(&mountpoint, &plan.options)?;
     let mounted = Mounted(mountpoint.clone());
     dead_mount::record(&state_dir, &mountpoint)?;
@@ -113,16 +113,17 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
                 device: device.as_raw_fd(),
                 flight: flight.as_raw_fd(),
                 files: files.as_raw_fd(),
+                last_read: last_read.as_raw_fd(),
                 lock: lock.as_raw_fd(),
                 report: -1,
             },
             plan,
         },
         device,
-        _memory: [flight, files],
-        _lock: lock,
+        _memory: [flight, files, last_read],
         signals,
         control,
+        _lock: lock,
         program,
         server: None,
         start_at: Some(Instant::now()),
@@ -177,10 +178,11 @@ struct Upgrade {
 struct Keeper {
     handover: Handover,
     device: OwnedFd,
-    _memory: [OwnedFd; 2],
-    _lock: Flock<File>,
+    _memory: [OwnedFd; 3],
     signals: SignalFd,
     control: Control,
+    /// Below what is removed from the state directory, so that it is locked still.
+    _lock: Flock<File>,
     program: Program,
     server: Option<Server>,
     /// When the next server is to be started, while there is none.

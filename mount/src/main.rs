@@ -12,6 +12,7 @@ mod ino;
 mod keeper;
 mod kernel_mount;
 mod killpoint;
+mod lastread;
 mod mountinfo;
 mod openfiles;
 mod orphans;

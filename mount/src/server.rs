@@ -99,6 +99,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
     start_threads(&fs, mountpoint.clone(), signals)?;
     let connection = Connection {
         device: passed.device,
+        last_read: passed.last_read,
         init: &handover.init,
         resend: handover.resend,
         flight: &flight,

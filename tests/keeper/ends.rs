@@ -7,7 +7,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
 use crate::common::agent::{Agent, has_ended};
-use crate::common::wait_for;
+use crate::common::{assert_ok, wait_for};
 use crate::place::Place;
 
 /// Makes the registry one that no server opens, or one again that each does.
@@ -26,7 +26,16 @@ fn the_server_ends_with_its_keeper_and_callers_are_told() {
     let fd = agent.create(&place.claim("k")).expect("free key");
     place.signal(place.keeper(), Signal::SIGKILL);
     place.wait();
-    wait_for("the server's end", || has_ended(server));
+    // Whoever comes next waits for the server's end, and no longer.
+    let next = place.path("next");
+    fs::create_dir(&next).expect("mountpoint");
+    let leasefs = |command: &str, options: &[&std::path::Path]| {
+        let mut leasefs = std::process::Command::new(crate::common::LEASEFS);
+        leasefs.arg(command).arg(&next).args(options).output().expect("leasefs runs")
+    };
+    assert_ok(&leasefs("mount", &["--state".as_ref(), &place.state()]));
+    assert!(has_ended(server), "it could have written still");
+    assert_ok(&leasefs("unmount", &[]));
     wait_for("the connection's end", || {
         fs::read_dir(place.mnt()).is_err_and(|error| error.raw_os_error() == Some(libc::ENOTCONN))
     });
@@ -170,7 +179,11 @@ fn a_close_cut_off_is_handled_again_on_every_kernel() {
         wait_for("the server was killed with the release unanswered", || !order.path().exists());
         wait_for("another took over", || place.log().contains("handled again"));
         assert!(!place.log().contains("took over the connection: 0"), "{options:?}: {}", place.log());
-        drop(agent);
+        let other = Agent::new();
+        let again = other.open(&place.claim("k"), libc::O_RDWR | libc::O_CREAT).expect("a handle");
+        assert_eq!(other.flock(again, libc::LOCK_EX | libc::LOCK_NB), Ok(()), "{options:?}: it is free");
+        assert_eq!(other.epoch(again), Ok(2));
+        drop((agent, other));
         place.unmount();
     }
 }

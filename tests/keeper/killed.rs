@@ -38,7 +38,8 @@ fn another_server_serves_the_same_mount() {
         assert_eq!(after["keeper_pid"], before["keeper_pid"]);
         assert_eq!(PathBuf::from(after["mountpoint"].as_str().expect("path")), mount.root());
         assert_eq!(mount.status("held")["epoch"], 1);
-        assert_ne!(mount.state_of("held"), "free", "it is held still");
+        assert_eq!(mount.state_of("held"), "held");
+        assert_eq!(agent.epoch(fd), Ok(1));
         let other = Agent::new();
         assert!(other.create(&mount.claim("held")).is_err(), "nobody else gets it");
         let fresh = other.create(&mount.claim(&format!("fresh{starts}"))).expect("new claims work");

@@ -30,17 +30,41 @@ while not ended.is_set():
 print(calls, dict(errors))
 "#;
 
+/// Takes one of two keys, again and again, and says which epochs it was given of each, and which errors.
+const LOCKER: &str = r#"
+import collections, fcntl, os, sys, threading
+root, errors, epochs = sys.argv[1], collections.Counter(), []
+ended = threading.Event()
+def until_told():
+    sys.stdin.read()
+    ended.set()
+threading.Thread(target=until_told, daemon=True).start()
+turn = 0
+while not ended.is_set():
+    turn += 1
+    try:
+        key = "ab"[turn % 2]
+        fd = os.open(os.path.join(root, "claims", key), os.O_RDWR | os.O_CREAT)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        epochs.append(key + os.read(fd, 4096).split()[0].decode())
+        os.close(fd)
+    except OSError as error:
+        errors[f"{error.errno} in turn {turn}"] += 1
+        break
+print(",".join(epochs) or "none", dict(errors))
+"#;
+
 struct Looker(Child);
 
 impl Looker {
-    fn new(mount: &Mount) -> Looker {
+    fn new(mount: &Mount, script: &str) -> Looker {
         let mut command = Command::new("python3");
-        command.args(["-c", LOOKER]).arg(mount.root());
+        command.args(["-c", script]).arg(mount.root());
         Looker(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3"))
     }
 
-    /// Its calls, and the errors it got.
-    fn end(mut self) -> (u64, String) {
+    /// What it did, and the errors it got.
+    fn end(mut self) -> (String, String) {
         drop(self.0.stdin.take());
         let mut said = None;
         wait_for("a caller to end: it hangs", || {
@@ -50,7 +74,7 @@ impl Looker {
         let mut out = String::new();
         self.0.stdout.as_mut().expect("stdout").read_to_string(&mut out).expect("text");
         let (calls, errors) = out.trim().split_once(' ').expect("two words");
-        (calls.parse().expect("a number"), errors.to_owned())
+        (calls.to_owned(), errors.to_owned())
     }
 }
 
@@ -62,9 +86,9 @@ impl Drop for Looker {
 }
 
 /// Kills so many servers, each at a random moment, and gives what the callers saw.
-fn kill_under_load(options: &[&str], kills: usize) -> Vec<(u64, String)> {
+fn kill_under_load(options: &[&str], script: &str, kills: usize) -> Vec<(String, String)> {
     let mut mount = Mount::with(options);
-    let lookers: Vec<Looker> = (0..4).map(|_| Looker::new(&mount)).collect();
+    let lookers: Vec<Looker> = (0..4).map(|_| Looker::new(&mount, script)).collect();
     let mut last = 0;
     for _ in 0..kills {
         let mut next = None;
@@ -79,24 +103,43 @@ fn kill_under_load(options: &[&str], kills: usize) -> Vec<(u64, String)> {
     }
     let seen = lookers.into_iter().map(Looker::end).collect();
     mount.unmount();
+    mount.verify();
     seen
 }
 
 #[test]
 fn nobody_notices() {
-    for (calls, errors) in kill_under_load(&[], 60) {
-        assert!(calls > 100, "{calls}");
+    for (calls, errors) in kill_under_load(&[], LOOKER, 60) {
+        assert!(calls.parse::<u64>().expect("a number") > 100, "{calls}");
         assert_eq!(errors, "{}", "in {calls} calls");
     }
 }
 
 #[test]
 fn without_resend_they_see_eintr_and_nothing_else() {
-    let seen = kill_under_load(&["--no-resend"], 60);
+    let seen = kill_under_load(&["--no-resend"], LOOKER, 60);
     for (calls, errors) in &seen {
-        assert!(*calls > 100, "{calls}");
+        assert!(calls.parse::<u64>().expect("a number") > 100, "{calls}");
         let others = errors.replace("Interrupted system call", "");
         assert!(others.matches('\'').count() <= 2, "{errors} in {calls} calls");
     }
-    assert!(seen.iter().any(|(_, errors)| errors.contains("Interrupted")), "a call was cut off: {seen:?}");
+}
+
+#[test]
+fn every_epoch_is_given_once() {
+    for options in [&[][..], &["--no-resend"]] {
+        let mut epochs = Vec::new();
+        for (given, errors) in kill_under_load(options, LOCKER, 60) {
+            assert_eq!(errors, "{}", "{options:?}");
+            let given =
+                given.split(',').map(|epoch| (epoch[..1].to_owned(), epoch[1..].parse::<u64>().expect("epoch")));
+            epochs.extend(given);
+        }
+        epochs.sort_unstable();
+        for key in ["a", "b"] {
+            let of_key: Vec<u64> = epochs.iter().filter(|(of, _)| of == key).map(|(_, epoch)| *epoch).collect();
+            let each: Vec<u64> = (1..=of_key.len() as u64).collect();
+            assert_eq!(of_key, each, "{options:?}, {key}");
+        }
+    }
 }

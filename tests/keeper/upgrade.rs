@@ -78,3 +78,12 @@ fn a_program_that_cannot_take_over_is_refused() {
     drop(agent);
     place.unmount();
 }
+
+#[test]
+fn a_handover_of_another_protocol_is_refused_in_so_many_words() {
+    let script = format!(r#"LEASEFS_HANDOVER='{{"protocol":99,"fds":{{"report":5}}}}' {LEASEFS} serve --check 5>&1"#);
+    let output = Command::new("bash").args(["-c", &script]).output().expect("bash");
+    assert_eq!(output.status.code(), Some(1));
+    let said = stdout(&output);
+    assert!(said.contains("protocol 99") && said.contains("knows 1"), "{said}");
+}

@@ -169,6 +169,7 @@ fn start(state_dir: &Path) -> Result<ExitCode> {
     let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).context("pipe")?;
     let number = theirs.as_raw_fd();
     let mut command = Command::new("/proc/self/exe");
+    command.arg0(std::env::args_os().next().unwrap_or_else(|| "leasefs".into()));
     command.args(std::env::args_os().skip(1)).env(READY_FD, number.to_string());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     // SAFETY: between fork and exec only setsid(2) and fcntl(2) are called, which are async-signal-safe.

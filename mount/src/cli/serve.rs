@@ -20,21 +20,20 @@ pub struct Args {
 /// Serves, or says whether it could.
 ///
 /// # Errors
-/// Where the keeper did not start it, or of another version.
+/// Where the keeper did not start it.
 pub fn run(args: Args) -> Result<ExitCode> {
     super::mount::log_to_stderr();
-    let (handover, passed, report) = Handover::take()?;
+    let (report, taken) = Handover::take()?;
     let mut report = Some(File::from(report));
     let mut say = |text: &str| {
         if let Some(mut report) = report.take() {
             let _ = report.write_all(text.as_bytes());
         }
     };
-    let outcome = if args.check {
-        server::check(&handover, passed).inspect(|()| say(&format!("{ABLE}{}", env!("CARGO_PKG_VERSION"))))
-    } else {
-        server::serve(&handover, passed, || say(READY))
-    };
+    let outcome = taken.and_then(|(handover, passed)| match args.check {
+        true => server::check(&handover, passed).map(|()| say(&format!("{ABLE}{}", env!("CARGO_PKG_VERSION")))),
+        false => server::serve(&handover, passed, || say(READY)),
+    });
     match outcome {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) => {

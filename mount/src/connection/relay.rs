@@ -145,3 +145,51 @@ impl<'a> Relay<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Read;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+
+    use super::*;
+    use crate::connection::MAX_WRITE;
+    use crate::connection::raw::Header;
+    use crate::flight::{RESEND, opcode};
+
+    #[test]
+    fn any_request_fits_and_neither_side_waits_for_the_other() {
+        const COUNT: u64 = 500;
+        // In the kernel's place, whatever takes messages; what it is told is counted.
+        let (device, kernel) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("pair");
+        let (relay, theirs) = Relay::new(device.as_fd()).expect("relay");
+        let session = std::thread::spawn(move || {
+            let (mut buffer, mut seen) = (vec![0; BUFFER], Vec::new());
+            loop {
+                let length = nix::unistd::read(&theirs, &mut buffer).expect("a request");
+                let unique = Header::of(&buffer[..length]).expect("a request").unique;
+                // As large as the answer to a read can be.
+                let mut answer = vec![0; MAX_WRITE as usize + 16];
+                answer[8..16].copy_from_slice(&unique.to_ne_bytes());
+                nix::unistd::write(&theirs, &answer).expect("an answer");
+                if unique == raw::BARRIER {
+                    return seen;
+                }
+                seen.push(unique);
+            }
+        });
+        let told = std::thread::spawn(move || {
+            let (mut kernel, mut buffer) = (File::from(kernel), vec![0; BUFFER]);
+            (0..COUNT).all(|_| kernel.read(&mut buffer).expect("an answer") == MAX_WRITE as usize + 16)
+        });
+        let body = vec![7; MAX_WRITE as usize + 40];
+        let request = |unique| raw::request(opcode::WRITE, unique | RESEND, 9, (0, 0), 1, &body);
+        relay.feed((1..=COUNT).map(request).collect()).expect("all are handled");
+        let in_order: Vec<u64> = (1..=COUNT).map(|unique| unique | RESEND).collect();
+        assert_eq!(session.join().expect("session"), in_order);
+        assert!(told.join().expect("kernel"));
+        relay.drain().expect("it is gone");
+    }
+}

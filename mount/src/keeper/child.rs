@@ -77,7 +77,7 @@ impl Program {
         command.env_remove("NOTIFY_SOCKET").stdin(Stdio::null()).stdout(Stdio::null());
         // A Ctrl-C is for the keeper too.
         command.process_group(0);
-        let inherited = [fds.device, fds.flight, fds.files, fds.lock, fds.report];
+        let inherited = [fds.device, fds.flight, fds.files, fds.last_read, fds.lock, fds.report];
         let mut blocked = SigSet::empty();
         for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
             blocked.add(signal);

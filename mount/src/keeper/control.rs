@@ -22,7 +22,10 @@ pub const REFUSED: &str = "refused: ";
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Where orders come in.
-pub struct Control(UnixListener);
+pub struct Control {
+    listener: UnixListener,
+    path: PathBuf,
+}
 
 /// Who is to be told what came of an order.
 pub struct Requester(Option<UnixStream>);
@@ -43,12 +46,12 @@ impl Control {
         let dir = std::fs::File::open(state_dir).with_context(|| format!("{}", state_dir.display()))?;
         let listener = UnixListener::bind(address(&dir)).with_context(|| format!("{}", path.display()))?;
         listener.set_nonblocking(true)?;
-        Ok(Control(listener))
+        Ok(Control { listener, path })
     }
 
     /// The next order.
     pub fn accept(&self) -> Option<Requester> {
-        let (stream, _) = self.0.accept().ok()?;
+        let (stream, _) = self.listener.accept().ok()?;
         stream.set_nonblocking(false).ok()?;
         stream.set_read_timeout(Some(PATIENCE)).ok()?;
         stream.set_write_timeout(Some(PATIENCE)).ok()?;
@@ -60,7 +63,14 @@ impl Control {
 
 impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.listener.as_fd()
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        // The state directory is still locked.
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 
