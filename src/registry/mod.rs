@@ -53,6 +53,14 @@ impl Write {
             Write::Namespace(_) => None,
         }
     }
+
+    /// The key it forgets, if it does.
+    pub fn forgets(&self) -> Option<KeyId> {
+        match self {
+            Write::Forget(key) => Some(*key),
+            _ => None,
+        }
+    }
 }
 
 /// A namespace as it is stored.

@@ -34,6 +34,8 @@ type Meanwhile = Box<dyn FnOnce() + Send>;
 #[derive(Default)]
 struct Plan {
     fates: VecDeque<Fate>,
+    /// Writes in the last commit that was asked for.
+    writes: usize,
     meanwhile: Option<Meanwhile>,
 }
 
@@ -50,6 +52,11 @@ impl Orders {
     /// The next commit takes long enough for this to happen; it must not flush.
     pub fn meanwhile(&self, then: impl FnOnce() + Send + 'static) {
         self.0.lock().meanwhile = Some(Box::new(then));
+    }
+
+    /// How many writes the last commit was of.
+    pub fn writes(&self) -> usize {
+        self.0.lock().writes
     }
 
     /// Ends all faults.
@@ -82,6 +89,7 @@ impl Registry for FaultyRegistry {
 
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error> {
         const ENOSPC: i32 = 28;
+        self.1.0.lock().writes = writes.len();
         match self.1.fate() {
             Fate::Done => self.0.commit(writes, durable),
             Fate::DiskFull => Err(Error::storage(Some(ENOSPC), "no space left, by order")),
