@@ -1,9 +1,11 @@
 //! What is stored: keys, attempts, namespaces, and the order in which they become durable.
 //!
-//! The embedded default is SQLite ([`sqlite`], the only file that imports rusqlite); an engine for many hosts would
-//! implement the same [`Registry`]. A registry stores decisions, it takes none.
+//! The embedded default is SQLite ([`sqlite`] and the files beside it, which alone import rusqlite); an engine for many
+//! hosts would implement the same [`Registry`]. A registry stores decisions, it takes none.
 
+mod seal;
 pub mod sqlite;
+mod sqlite_fault;
 mod sqlite_read;
 
 use crate::error::Error;

@@ -1,12 +1,15 @@
 //! The connections beside the writing one: lookups while mounted, whole reads for commands, checkpoints.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use rusqlite::{Connection, OpenFlags, params};
+use rusqlite::backup::Backup;
+use rusqlite::{Connection, OpenFlags, OptionalExtension, params};
 
+use super::seal::Seal;
 use super::sqlite::{
-    ATTEMPT_COLUMNS, FILE, SCHEMA_VERSION, attempt_row, check_version, fault, key_row, pragma, reading_flags,
+    APPLICATION_ID, ATTEMPT_COLUMNS, BUSY, FILE, SCHEMA_VERSION, attempt_row, key_row, pragma, reading_flags,
 };
+use super::sqlite_fault::{corrupt, fault};
 use super::{AttemptRow, Checkpoint, KeyRow, Read, StoredResult};
 use crate::error::Error;
 use crate::ids::{Epoch, KeyId};
@@ -18,7 +21,7 @@ pub(super) struct SqliteRead(Connection);
 impl SqliteRead {
     pub(super) fn open(path: &Path) -> Result<SqliteRead, Error> {
         let connection = Connection::open_with_flags(path, reading_flags()).map_err(|e| fault(&e))?;
-        connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
+        connection.busy_timeout(BUSY).map_err(|e| fault(&e))?;
         Ok(SqliteRead(connection))
     }
 }
@@ -58,21 +61,24 @@ fn one<T>(
 }
 
 /// Checkpoints off the claim path.
-pub(super) struct SqliteCheckpoint(Connection);
+pub(super) struct SqliteCheckpoint(Connection, Seal);
 
 impl SqliteCheckpoint {
-    pub(super) fn open(path: &Path) -> Result<SqliteCheckpoint, Error> {
+    pub(super) fn open(path: &Path, seal: Seal) -> Result<SqliteCheckpoint, Error> {
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let connection = Connection::open_with_flags(path, flags).map_err(|e| fault(&e))?;
         connection.pragma_update(None, "wal_autocheckpoint", 0).map_err(|e| fault(&e))?;
         connection.pragma_update(None, "synchronous", "NORMAL").map_err(|e| fault(&e))?;
-        Ok(SqliteCheckpoint(connection))
+        connection.busy_timeout(BUSY).map_err(|e| fault(&e))?;
+        Ok(SqliteCheckpoint(connection, seal))
     }
 }
 
 impl Checkpoint for SqliteCheckpoint {
     fn run(&mut self) -> Result<(), Error> {
-        self.0.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(())).map_err(|e| fault(&e))
+        self.0.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(())).map_err(|e| fault(&e))?;
+        // What the main file has now would pass for everything, were the log lost.
+        self.1.advance(&self.0)
     }
 }
 
@@ -81,7 +87,7 @@ fn open_read_only(path: &Path) -> Result<Connection, Error> {
         return Err(Error::storage(error.raw_os_error(), format!("{}: {error}", path.display())));
     }
     let connection = Connection::open_with_flags(path, reading_flags()).map_err(|e| fault(&e))?;
-    connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
+    connection.busy_timeout(BUSY).map_err(|e| fault(&e))?;
     check_version(&connection, path)?;
     Ok(connection)
 }
@@ -95,7 +101,10 @@ pub fn can_serve(state_dir: &Path) -> Result<(), Error> {
 }
 
 /// Reads a whole registry, also while it is served, and never writes to it.
-pub struct Reader(Connection);
+pub struct Reader {
+    connection: Connection,
+    path: PathBuf,
+}
 
 impl Reader {
     /// Opens the registry of a state directory.
@@ -113,7 +122,7 @@ impl Reader {
             );
             return Err(Error::storage(None, message));
         }
-        Ok(Reader(connection))
+        Ok(Reader { connection, path })
     }
 
     /// Reads keys and attempts as of one moment.
@@ -122,7 +131,7 @@ impl Reader {
     /// [`Error::Storage`].
     pub fn snapshot(&self) -> Result<(Vec<KeyRow>, Vec<AttemptRow>), Error> {
         let read = || {
-            let tx = self.0.unchecked_transaction()?;
+            let tx = self.connection.unchecked_transaction()?;
             let keys = tx
                 .prepare("SELECT id, path, epoch, finished, pruned FROM keys ORDER BY path")?
                 .query_map([], |row| key_row(row, 0))?
@@ -158,7 +167,7 @@ impl Reader {
     /// [`Error::Storage`].
     pub fn history(&self, key: &Key) -> Result<Vec<AttemptRow>, Error> {
         let read = || {
-            self.0
+            self.connection
                 .prepare(&format!(
                     "SELECT {ATTEMPT_COLUMNS} FROM attempts a JOIN keys k ON k.id = a.key_id WHERE k.path = ?1 \
                      ORDER BY a.epoch"
@@ -169,12 +178,38 @@ impl Reader {
         read().map_err(|e: rusqlite::Error| fault(&e))
     }
 
-    /// What SQLite's own integrity check finds wrong with the file.
+    /// Copies the registry as of one moment to a file that is not there yet, also while it is served.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], also where the registry is damaged: a copy of that would be no backup.
+    pub fn copy_to(&self, path: &Path) -> Result<(), Error> {
+        self.check_seal()?;
+        let mut copy = Connection::open(path).map_err(|e| fault(&e))?;
+        // All of it in one step, which is one read transaction: in WAL mode nobody waits for it.
+        Backup::new(&self.connection, &mut copy).and_then(|backup| backup.step(-1)).map_err(|e| fault(&e))?;
+        // Put over a registry that went on, it is found to be older.
+        copy.execute("DELETE FROM meta WHERE name = 'seal'", []).map_err(|e| fault(&e))?;
+        // A single file, with nothing beside it to be forgotten.
+        copy.pragma_update(None, "journal_mode", "delete").map_err(|e| fault(&e))?;
+        match problems(&copy, "integrity_check").map_err(|e| fault(&e))?.first() {
+            Some(first) => Err(corrupt(&self.path, first)),
+            None => Ok(()),
+        }
+    }
+
+    /// What SQLite's own integrity check finds wrong with the file, and whether it is older than the directory's newest.
     ///
     /// # Errors
     /// [`Error::Storage`] where it is too damaged to be checked.
     pub fn integrity(&self) -> Result<Vec<String>, Error> {
-        problems(&self.0, "integrity_check").map_err(|e| fault(&e))
+        let mut found = problems(&self.connection, "integrity_check").map_err(|e| fault(&e))?;
+        found.extend(self.check_seal().err().map(|error| error.to_string()));
+        Ok(found)
+    }
+
+    /// Whether it is all that this state directory has had.
+    fn check_seal(&self) -> Result<(), Error> {
+        Seal::of(self.path.parent().unwrap_or(Path::new("."))).check(&self.connection, &self.path)
     }
 }
 
@@ -187,4 +222,39 @@ pub(super) fn problems(connection: &Connection, check: &str) -> Result<Vec<Strin
     })?;
     found.retain(|line| line != "ok");
     Ok(found)
+}
+
+/// What no check of the file's form can see: a key whose count is not that of its attempts. It would skip or repeat
+/// epochs.
+pub(super) fn miscounted(connection: &Connection) -> Result<Option<String>, rusqlite::Error> {
+    connection
+        .query_row(
+            "SELECT path FROM keys k WHERE epoch <> max(pruned, coalesce( \
+             (SELECT max(epoch) FROM attempts a WHERE a.key_id = k.id), 0)) LIMIT 1",
+            [],
+            |row| Ok(format!("the epoch of key {:?} is not that of its newest attempt", row.get::<_, String>(0)?)),
+        )
+        .optional()
+}
+
+/// Refuses another program's file and a newer schema, before anything is written to it.
+pub(super) fn check_version(connection: &Connection, path: &Path) -> Result<(), Error> {
+    let version = pragma(connection, "user_version")?;
+    let application = pragma(connection, "application_id")?;
+    let tables: i64 =
+        connection.query_row("SELECT count(*) FROM sqlite_master", [], |row| row.get(0)).map_err(|e| fault(&e))?;
+    if version > SCHEMA_VERSION && application == APPLICATION_ID {
+        return Err(Error::storage(
+            None,
+            format!(
+                "{} was written by a newer leasefs (schema {version}, this one knows {SCHEMA_VERSION}): install that \
+                 version, or use another --state",
+                path.display()
+            ),
+        ));
+    }
+    if application != APPLICATION_ID && tables > 0 {
+        return Err(Error::storage(None, format!("{} is not a leasefs registry: use another --state", path.display())));
+    }
+    Ok(())
 }

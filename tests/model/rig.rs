@@ -6,7 +6,7 @@ use std::sync::Arc;
 use leasefs::engine::{Asked, Durability, Start};
 use leasefs::machine::Reply;
 use leasefs::namespaces::{Credentials, Node};
-use leasefs::registry::sqlite::{Reader, SqliteRegistry};
+use leasefs::registry::sqlite::{Check, Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
 use leasefs::results::Results;
 use leasefs::{Config, Engine, Epoch, Error, KeyId, NamespaceId, Now, verify};
@@ -137,7 +137,7 @@ fn config() -> Config {
 }
 
 fn open(dir: &TempDir, orders: &Orders, boot_id: &str, now: Now) -> Arc<Engine> {
-    let registry = FaultyRegistry(SqliteRegistry::open(dir.path()).expect("registry"), orders.clone());
+    let registry = FaultyRegistry(SqliteRegistry::open(dir.path(), Check::Full).expect("registry"), orders.clone());
     let results = Results::open(dir.path()).expect("results");
     Arc::new(Engine::open(config(), Box::new(registry), results, Start::alone(boot_id, now)).expect("engine"))
 }
