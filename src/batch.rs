@@ -5,7 +5,7 @@
 //! since is answered with the error as if it never was; what cannot be refused (a handle *was* closed) and who got into
 //! line is applied again and recorded later. What came before that point stands.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::error::Error;
 use crate::events::Kind;
@@ -113,6 +113,55 @@ impl Batch {
         std::mem::take(&mut self.undo).into_iter().rev()
     }
 
+    /// Takes out everything about one key, so that it can be refused by itself. Each key's changes are its own: what is
+    /// left is what the batch would have been without it.
+    pub fn split(&mut self, key: KeyId) -> Batch {
+        let mut apart = Batch::new(self.number);
+        let (writes, moved_writes) = part(&mut self.writes, &mut apart.writes, |write| write.key() == Some(key));
+        let (answers, moved_answers) = part(&mut self.answers, &mut apart.answers, |answer| answer.key == Some(key));
+        let (log, moved_log) = part(&mut self.log, &mut apart.log, |logged| logged.key == key);
+        let (notes, moved_notes) = part(&mut self.notes, &mut apart.notes, |note| note.key == key);
+        self.carried = writes[self.carried];
+        part(&mut self.unshared, &mut apart.unshared, |(shared, ..)| *shared == key);
+        for undo in std::mem::take(&mut self.undo) {
+            match undo {
+                Undo::Key(id, state, mark) if id == key => {
+                    let mark = Mark {
+                        writes: moved_writes[mark.writes],
+                        answers: moved_answers[mark.answers],
+                        log: moved_log[mark.log],
+                        notes: moved_notes[mark.notes],
+                    };
+                    apart.undo.push(Undo::Key(id, state, mark));
+                }
+                Undo::Key(id, state, mark) => {
+                    let mark = Mark {
+                        writes: writes[mark.writes],
+                        answers: answers[mark.answers],
+                        log: log[mark.log],
+                        notes: notes[mark.notes],
+                    };
+                    self.undo.push(Undo::Key(id, state, mark));
+                }
+                namespace @ Undo::Namespace(..) => self.undo.push(namespace),
+            }
+        }
+        apart
+    }
+
+    /// Drops the keys that are named and forgotten again in it: nobody will ever ask for them. Only while there is no
+    /// way back, whose marks count the writes.
+    pub fn cancel_out(&mut self) {
+        debug_assert!(self.undo.is_empty());
+        let forgotten: HashSet<KeyId> = self.writes.iter().filter_map(Write::forgets).collect();
+        let named = |write: &Write| match write {
+            Write::Key(key, _) => Some(*key),
+            _ => None,
+        };
+        let both: HashSet<KeyId> = self.writes.iter().filter_map(named).filter(|key| forgotten.contains(key)).collect();
+        self.writes.retain(|write| write.key().is_none_or(|key| !both.contains(&key)));
+    }
+
     /// The drafts that become results in this batch.
     pub fn drafts(&self) -> Vec<(Handle, KeyId, Epoch)> {
         let draft = |write: &Write| match write {
@@ -121,6 +170,24 @@ impl Batch {
         };
         self.writes.iter().filter_map(draft).collect()
     }
+}
+
+/// Moves what belongs apart; for each place in the list as it was, how many of those that stay and of those that go came
+/// before it.
+fn part<T>(list: &mut Vec<T>, apart: &mut Vec<T>, goes: impl Fn(&T) -> bool) -> (Vec<usize>, Vec<usize>) {
+    let (mut stayed_before, mut gone_before) = (vec![0], vec![0]);
+    let mut stays = Vec::with_capacity(list.len());
+    for entry in std::mem::take(list) {
+        if goes(&entry) {
+            apart.push(entry)
+        } else {
+            stays.push(entry)
+        }
+        stayed_before.push(stays.len());
+        gone_before.push(apart.len());
+    }
+    *list = stays;
+    (stayed_before, gone_before)
 }
 
 /// Requests in line, by their number.

@@ -17,7 +17,7 @@ mod tree;
 pub use survivors::{Memory, Oblivious, Survivors};
 pub use tree::Asked;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -315,6 +315,7 @@ impl Engine {
                 (batch, durable)
             };
             let began = Instant::now();
+            self.publish(&mut batch, durable, now, &mut ready);
             let recorded = self.record(registry.as_mut(), &batch, durable);
             let took = began.elapsed();
             let backlog = registry.backlog();
@@ -341,35 +342,54 @@ impl Engine {
         }
     }
 
-    /// Files first, then the rows that make them count; the files are put back when the rows cannot be written.
-    fn record(&self, registry: &mut dyn Registry, batch: &Batch, durable: bool) -> Result<(), Error> {
+    /// Makes the drafts of a batch results, files first: the rows make them count. A key whose draft cannot become one is
+    /// refused by itself; it goes out of the batch, and the others in it never hear of it.
+    fn publish(&self, batch: &mut Batch, durable: bool, now: Now, ready: &mut Ready) {
         let drafts = batch.drafts();
-        let mut published = 0;
-        let publish = || -> Result<(), Error> {
-            for (draft, key, epoch) in &drafts {
-                self.results.publish(*draft, *key, *epoch, durable).map_err(file_fault)?;
-                published += 1;
-                probe::at(probe::PUBLISH);
-            }
-            if durable && !drafts.is_empty() {
-                self.results.sync_names().map_err(file_fault)?;
-            }
-            if batch.writes.is_empty() {
-                return Ok(());
-            }
-            probe::at(probe::BEFORE_COMMIT);
-            registry.commit(&batch.writes, durable)?;
-            probe::at(probe::AFTER_COMMIT);
-            Ok(())
-        };
-        let recorded = { publish }();
-        if recorded.is_err() {
-            for (draft, key, epoch) in &drafts[..published] {
-                // Should this fail too, the file is one that no row counts.
-                let _ = self.results.unpublish(*draft, *key, *epoch);
+        let mut refused: BTreeMap<KeyId, Error> = BTreeMap::new();
+        let mut published = Vec::new();
+        for (draft, key, epoch) in drafts {
+            match self.results.publish(draft, key, epoch, durable) {
+                Ok(()) => {
+                    published.push((draft, key, epoch));
+                    probe::at(probe::PUBLISH);
+                }
+                Err(error) => drop(refused.insert(key, file_fault(error))),
             }
         }
-        recorded
+        if durable
+            && !published.is_empty()
+            && let Err(error) = self.results.sync_names()
+        {
+            let error = file_fault(error);
+            refused.extend(published.iter().map(|(_, key, _)| (*key, error.clone())));
+        }
+        if refused.is_empty() {
+            return;
+        }
+        self.unpublish(published.into_iter().filter(|(_, key, _)| refused.contains_key(key)));
+        let mut inner = self.inner.lock();
+        for (key, error) in refused {
+            inner.refuse(batch, key, &error, now, ready);
+        }
+    }
+
+    /// Takes [`Engine::publish`] back. Where this fails too, the file is one that no row counts.
+    fn unpublish(&self, drafts: impl IntoIterator<Item = (Handle, KeyId, Epoch)>) {
+        for (draft, key, epoch) in drafts {
+            let _ = self.results.unpublish(draft, key, epoch);
+        }
+    }
+
+    /// Writes the rows; the results' files are put back when that fails.
+    fn record(&self, registry: &mut dyn Registry, batch: &Batch, durable: bool) -> Result<(), Error> {
+        if batch.writes.is_empty() {
+            return Ok(());
+        }
+        probe::at(probe::BEFORE_COMMIT);
+        registry.commit(&batch.writes, durable).inspect_err(|_| self.unpublish(batch.drafts()))?;
+        probe::at(probe::AFTER_COMMIT);
+        Ok(())
     }
 
     fn count_commits(&self, inner: &mut Inner, commits: u64) {

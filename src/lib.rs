@@ -7,9 +7,11 @@
 //! | drafts, and how one becomes a result | [`results`] |
 //! | who may claim where | [`namespaces`] |
 //! | the facade that owns the lock | [`engine`] |
+//! | copies of a state directory | [`backup`] |
 //!
 //! Time is passed in everywhere ([`Now`]); nothing here reads a clock.
 
+pub mod backup;
 pub mod batch;
 pub mod engine;
 pub mod error;

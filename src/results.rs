@@ -4,18 +4,27 @@
 //! file there counts is decided by the registry alone: the rename comes before the registry's commit and is undone
 //! when that fails, so a crash in between leaves at most a file that nobody is shown.
 
+use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use parking_lot::Mutex;
+
 use crate::ids::{Epoch, Handle, KeyId};
+
+/// The errno of a device's fault.
+const EIO: i32 = 5;
 
 /// The `drafts/` and `results/` of a state directory.
 #[derive(Debug)]
 pub struct Results {
     drafts: PathBuf,
     results: PathBuf,
+    /// Drafts whose sync failed. The kernel takes what it could not write for written, so a second sync would succeed
+    /// over bytes that are not on the disk.
+    unsynced: Mutex<HashSet<Handle>>,
 }
 
 impl Results {
@@ -24,11 +33,18 @@ impl Results {
     /// # Errors
     /// Those of the filesystem.
     pub fn open(state_dir: &Path) -> io::Result<Results> {
-        let store = Results { drafts: state_dir.join("drafts"), results: state_dir.join("results") };
+        let store = Results::at(state_dir);
         for dir in [&store.drafts, &store.results] {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         }
+        // Else a power cut could take the directory along with the results that were synced into it.
+        File::open(state_dir)?.sync_all()?;
         Ok(store)
+    }
+
+    /// Those of a state directory that somebody else may be serving; nothing is made or dropped.
+    pub fn at(state_dir: &Path) -> Results {
+        Results { drafts: state_dir.join("drafts"), results: state_dir.join("results"), unsynced: Mutex::default() }
     }
 
     /// Drops the drafts of servers that are gone, all but those that are still open. One that cannot be dropped costs
@@ -68,17 +84,26 @@ impl Results {
 
     /// Drops a draft. One that became a result, or never was, is no error.
     pub fn discard(&self, handle: Handle) {
+        self.unsynced.lock().remove(&handle);
         let _ = fs::remove_file(self.draft(handle));
     }
 
     /// Makes the draft the attempt's result file; with `durable` its bytes are on disk before it has that name.
     ///
     /// # Errors
-    /// Those of the filesystem; then the draft is still a draft.
+    /// Those of the filesystem; then the draft is still a draft. One that could not be synced never becomes a result:
+    /// what was written has to be written again, to another.
     pub fn publish(&self, handle: Handle, key: KeyId, epoch: Epoch, durable: bool) -> io::Result<()> {
         let draft = self.draft(handle);
         if durable {
-            File::open(&draft)?.sync_data()?;
+            if self.unsynced.lock().contains(&handle) {
+                return Err(io::Error::from_raw_os_error(EIO));
+            }
+            let file = File::open(&draft)?;
+            if let Err(error) = file.sync_data() {
+                self.unsynced.lock().insert(handle);
+                return Err(error);
+            }
         }
         fs::rename(draft, self.result(key, epoch))
     }

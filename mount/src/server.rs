@@ -2,7 +2,7 @@
 //!
 //! It may end at any instruction: the keeper starts another, which goes on. See [`crate::keeper`].
 
-use std::fs::{self, DirBuilder, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use leasefs::engine::Start;
 use leasefs::registry::NamespaceRow;
 use leasefs::registry::journal::Journal;
-use leasefs::registry::sqlite;
+use leasefs::registry::sqlite::{self, Check};
 use leasefs::results::Results;
 use leasefs::{Config, Engine, Error, NamespaceId, RequestId, Ttl};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -169,7 +169,9 @@ fn unmount_on_signal(mountpoint: &Path, signals: SigSet) {
 fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takes_over: bool) -> Result<Engine> {
     let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
     let results = Results::open(state_dir).map_err(|error| explain(error.into()))?;
-    let registry = Journal::open(state_dir).map_err(explain)?;
+    // One that was served a moment ago was looked through when it was mounted, and its clients wait.
+    let check = if takes_over { Check::Quick } else { Check::Full };
+    let registry = Journal::open(state_dir, check).map_err(explain)?;
     let now = clock::now();
     let now_ns = now.wall_ms * 1_000_000;
     let config = Config {
@@ -238,6 +240,11 @@ pub fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
         Err(error) => bail!("state directory {shown}: {error}: use another --state"),
     }
     let path = path.canonicalize().with_context(|| format!("state directory {shown}"))?;
+    // A power cut must not take it along with what is synced in it; where the directory above is not ours to look into,
+    // it was there before.
+    if let Some(above) = path.parent().and_then(|above| File::open(above).ok()) {
+        above.sync_all().with_context(|| format!("state directory {shown}"))?;
+    }
     let probe = path.join(".writable");
     let written = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&probe);
     match written.and_then(|mut file| file.write_all(b"leasefs\n")) {

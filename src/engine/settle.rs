@@ -21,6 +21,14 @@ use crate::time::Now;
 /// How long to leave a registry alone that just failed, in nanoseconds.
 const RETRY_NS: u64 = 500_000_000;
 
+/// What is left to do after a batch was taken back.
+struct TakenBack {
+    /// To be applied again.
+    again: Vec<Logged>,
+    /// The keys that were put back.
+    undone: BTreeSet<KeyId>,
+}
+
 impl Inner {
     /// The end of a batch: success is told, failure is taken back.
     pub(super) fn settle(&mut self, batch: Batch, recorded: Result<(), Error>, now: Now, ready: &mut Ready) {
@@ -39,16 +47,33 @@ impl Inner {
             }
             Err(error) => {
                 self.metrics.commit_failures += 1;
-                self.roll_back(batch, error, now, ready);
+                let next = Batch::new(self.batch.number + 1);
+                let gathered = std::mem::replace(&mut self.batch, next);
+                let taken = self.take_back(batch, gathered, &error, ready);
+                // While a disk stays full, every refused claim of a new name would leave two writes behind.
+                self.batch.cancel_out();
+                self.batch.carried = self.batch.writes.len();
+                self.batch.since_ns = now.boot_ns;
+                self.batch.urgent = !self.batch.settled.is_empty();
+                self.retry_ns = Some(now.boot_ns + RETRY_NS);
+                self.removes = 0;
+                self.redo(taken, now, ready);
             }
         }
     }
 
+    /// Refuses what a batch on its way to the disk, and the one that gathers meanwhile, hold of one key; the rest goes on.
+    pub(super) fn refuse(&mut self, batch: &mut Batch, key: KeyId, error: &Error, now: Now, ready: &mut Ready) {
+        self.metrics.commit_failures += 1;
+        self.touch_batch(now);
+        let (apart, since) = (batch.split(key), self.batch.split(key));
+        let taken = self.take_back(apart, since, error, ready);
+        self.redo(taken, now, ready);
+    }
+
     /// Takes back what a batch that could not be recorded granted, and what was granted since on top of it. What cannot
     /// be taken back is kept for the next batch.
-    fn roll_back(&mut self, mut failed: Batch, error: Error, now: Now, ready: &mut Ready) {
-        let next = Batch::new(self.batch.number + 1);
-        let mut gathered = std::mem::replace(&mut self.batch, next);
+    fn take_back(&mut self, mut failed: Batch, mut gathered: Batch, error: &Error, ready: &mut Ready) -> TakenBack {
         let (since, before) = (self.undo(&mut gathered), self.undo(&mut failed));
         let (mut again, mut announced) = (Vec::new(), Vec::new());
         let mut undone = BTreeSet::new();
@@ -87,11 +112,12 @@ impl Inner {
         for Note { key, kind, epoch, now } in announced {
             self.announce(now, kind, key, epoch);
         }
-        self.batch.carried = self.batch.writes.len();
-        self.batch.since_ns = now.boot_ns;
-        self.batch.urgent = !self.batch.settled.is_empty();
-        self.retry_ns = Some(now.boot_ns + RETRY_NS);
-        self.removes = 0;
+        TakenBack { again, undone }
+    }
+
+    /// Applies again, to the keys that were put back, what has happened all the same.
+    fn redo(&mut self, taken: TakenBack, now: Now, ready: &mut Ready) {
+        let TakenBack { again, undone } = taken;
         for id in &undone {
             if let Some(entry) = self.keys.get_mut(id) {
                 // Who was answered, refused now or interrupted before, is not in line again.

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::coalesce::{Misfit, Op, coalesce};
-use super::sqlite::SqliteRegistry;
+use super::sqlite::{Check, SqliteRegistry};
 use super::sqlite_read::Mark;
 use super::sqlite_write::misfit;
 use super::tape::{self, FORMAT, SEGMENT_BYTES, Tape};
@@ -66,9 +66,9 @@ impl Journal {
     ///
     /// # Errors
     /// As [`SqliteRegistry::open`]; [`Error::Storage`] where the journal cannot be made or applied.
-    pub fn open(state_dir: &Path) -> Result<Journal, Error> {
+    pub fn open(state_dir: &Path, check: Check) -> Result<Journal, Error> {
         let left = read(state_dir)?;
-        let mut db = SqliteRegistry::open(state_dir)?;
+        let mut db = SqliteRegistry::open(state_dir, check)?;
         let writes = left.map_or(Ok(Vec::new()), |left| left.after(db.mark()?))?;
         // Other records than these follow the database from here on.
         let mark = Mark { id: db.random()?, record: 0 };

@@ -5,7 +5,9 @@
 
 mod coalesce;
 pub mod journal;
+mod seal;
 pub mod sqlite;
+mod sqlite_fault;
 mod sqlite_read;
 mod sqlite_write;
 mod tape;
@@ -55,6 +57,14 @@ impl Write {
             | Write::Answered(key, _)
             | Write::Finished(key, _) => Some(*key),
             Write::Namespace(_) => None,
+        }
+    }
+
+    /// The key it forgets, if it does.
+    pub fn forgets(&self) -> Option<KeyId> {
+        match self {
+            Write::Forget(key) => Some(*key),
+            _ => None,
         }
     }
 }

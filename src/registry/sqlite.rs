@@ -12,7 +12,9 @@ use std::sync::Arc;
 use rusqlite::{Connection, OpenFlags, Row, TransactionBehavior, params};
 
 use super::coalesce::Op;
-use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, mark};
+use super::seal::Seal;
+use super::sqlite_fault::{corrupt, fault};
+use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, check_version, mark};
 pub use super::sqlite_read::{Reader, can_serve};
 use super::sqlite_write::{Failure, replay};
 use super::{AttemptRow, Checkpoint, KeyRow, Loaded, LoadedKey, NamespaceRow, Read, Registry, Write};
@@ -26,7 +28,7 @@ use crate::ttl::Ttl;
 /// File name in the state directory.
 pub const FILE: &str = "registry.db";
 /// `Leas`: tells the file from other SQLite databases.
-const APPLICATION_ID: i32 = 0x4c65_6173;
+pub(super) const APPLICATION_ID: i32 = 0x4c65_6173;
 /// Raised with every change of the schema.
 pub const SCHEMA_VERSION: i32 = 2;
 /// A claim changes two or three pages, each of which goes to the log whole: small ones make it a third cheaper than
@@ -34,6 +36,9 @@ pub const SCHEMA_VERSION: i32 = 2;
 const PAGE_BYTES: u32 = 1024;
 /// The inline part of a checkpoint runs after this many commits, on what the other connection left over.
 const COMMITS_PER_CHECKPOINT: u32 = 2_000;
+
+/// How long another connection's lock is waited for: they are held for milliseconds.
+pub(super) const BUSY: std::time::Duration = std::time::Duration::from_secs(5);
 
 const SCHEMA: &str = "
 CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -80,30 +85,51 @@ pub(super) const ATTEMPT_COLUMNS: &str = "a.key_id, a.epoch, a.pid, a.start_time
 pub struct SqliteRegistry {
     connection: Connection,
     path: PathBuf,
+    seal: Seal,
     full_sync: bool,
     commits: u32,
+    /// The kernel reported a fault of the device. What it had not written yet it may have given up, so the log on disk
+    /// may have a hole that no later sync fills.
+    sync_failed: bool,
+}
+
+/// How closely a registry is looked at before it is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Check {
+    /// All of it, for a mount: as long as it takes to read it.
+    Full,
+    /// Its header and its log's, for a server that takes over from one that had it open a moment ago.
+    Quick,
 }
 
 impl SqliteRegistry {
-    /// Opens the registry in a state directory, or makes one.
+    /// Opens the registry in a state directory, or makes one where there never was any.
     ///
     /// # Errors
-    /// [`Error::Storage`] with what to do: a newer version, another program's file, a corrupt file, a disk fault.
-    pub fn open(state_dir: &Path) -> Result<SqliteRegistry, Error> {
+    /// [`Error::Storage`] with what to do: a newer version, another program's file, a lost or corrupt file, a disk fault.
+    pub fn open(state_dir: &Path, check: Check) -> Result<SqliteRegistry, Error> {
         let path = state_dir.join(FILE);
+        let seal = Seal::of(state_dir);
+        seal.check_files(&path)?;
         let mut connection = Connection::open(&path).map_err(|e| fault(&e))?;
         let setup = |connection: &mut Connection| -> Result<(), rusqlite::Error> {
             connection.pragma_update(None, "page_size", PAGE_BYTES)?;
             connection.pragma_update(None, "journal_mode", "wal")?;
             connection.pragma_update(None, "wal_autocheckpoint", 0)?;
             connection.pragma_update(None, "synchronous", "NORMAL")?;
-            connection.busy_timeout(std::time::Duration::from_secs(5))?;
+            connection.busy_timeout(BUSY)?;
             connection.set_prepared_statement_cache_capacity(64);
             Ok(())
         };
         check_version(&connection, &path)?;
-        setup(&mut connection).map_err(|e| fault(&e))?;
         let version: i32 = pragma(&connection, "user_version")?;
+        if version == 0 {
+            // A file without tables is as good as none.
+            seal.check_new(&path)?;
+        } else {
+            seal.check(&connection, &path)?;
+        }
+        setup(&mut connection).map_err(|e| fault(&e))?;
         if version < SCHEMA_VERSION {
             let steps = if version == 0 { SCHEMA } else { MIGRATE_1 };
             let migrate = connection.transaction_with_behavior(TransactionBehavior::Immediate).and_then(|tx| {
@@ -115,11 +141,15 @@ impl SqliteRegistry {
             });
             migrate.map_err(|e| fault(&e))?;
         }
-        let problems = super::sqlite_read::problems(&connection, "quick_check").map_err(|e| fault(&e))?;
-        if let Some(first) = problems.first() {
-            return Err(corrupt(&path, first));
+        if check == Check::Full {
+            let problems = super::sqlite_read::problems(&connection, "integrity_check").map_err(|e| fault(&e))?;
+            if let Some(first) =
+                problems.first().or(super::sqlite_read::miscounted(&connection).map_err(|e| fault(&e))?.as_ref())
+            {
+                return Err(corrupt(&path, first));
+            }
         }
-        Ok(SqliteRegistry { connection, path, full_sync: false, commits: 0 })
+        Ok(SqliteRegistry { connection, path, seal, full_sync: false, commits: 0, sync_failed: false })
     }
 
     fn set_sync(&mut self, full: bool) -> Result<(), rusqlite::Error> {
@@ -132,7 +162,12 @@ impl SqliteRegistry {
 
     /// Does all of it as one transaction, and notes how far a journal is in the registry with it.
     pub(super) fn record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Error> {
-        self.try_record(ops, mark, durable).map_err(Failure::into_error)
+        self.try_record(ops, mark, durable).map_err(|failure| {
+            if let Failure::Sqlite(error) = &failure {
+                self.sync_failed |= error.sqlite_error_code() == Some(rusqlite::ErrorCode::SystemIoFailure);
+            }
+            failure.into_error()
+        })
     }
 
     /// How far the journal is in the registry; none where there never was one.
@@ -145,7 +180,27 @@ impl SqliteRegistry {
         self.connection.query_row("SELECT random()", [], |row| row.get(0)).map_err(|e| fault(&e))
     }
 
+    /// After a fault of the device: moves the log into the main file, synced, and begins a new one. Nothing is recorded
+    /// before that succeeds, for it would be behind a hole in the old one.
+    fn renew_log(&mut self) -> Result<(), Failure> {
+        self.set_sync(true)?;
+        // Whoever reads the log now is not waited for: the next commit tries again.
+        self.connection.busy_timeout(std::time::Duration::ZERO)?;
+        let busy = self.connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get::<_, bool>(0));
+        self.connection.busy_timeout(BUSY)?;
+        if busy? {
+            return Err(Failure::Mismatch(
+                "the log cannot be renewed after a fault of the disk: somebody reads it".into(),
+            ));
+        }
+        self.sync_failed = false;
+        Ok(())
+    }
+
     fn try_record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Failure> {
+        if self.sync_failed {
+            self.renew_log()?;
+        }
         self.set_sync(durable)?;
         // Where taking the last one back failed too, it is taken back now.
         if !self.connection.is_autocommit() {
@@ -176,7 +231,10 @@ impl SqliteRegistry {
 
 impl Registry for SqliteRegistry {
     fn load(&mut self, boot_id: &str, now: Now) -> Result<Loaded, Error> {
-        load(&mut self.connection, boot_id, now).map_err(|e| fault(&e))
+        let loaded = load(&mut self.connection, boot_id, now).map_err(|e| fault(&e))?;
+        // From here on a start with less than this is refused.
+        self.seal.advance(&self.connection)?;
+        Ok(loaded)
     }
 
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error> {
@@ -189,7 +247,7 @@ impl Registry for SqliteRegistry {
     }
 
     fn checkpointer(&self) -> Result<Box<dyn Checkpoint>, Error> {
-        Ok(Box::new(SqliteCheckpoint::open(&self.path)?))
+        Ok(Box::new(SqliteCheckpoint::open(&self.path, self.seal.clone())?))
     }
 }
 
@@ -371,56 +429,6 @@ pub(super) fn bad_value(column: usize, what: String) -> rusqlite::Error {
 
 pub(super) fn pragma(connection: &Connection, name: &str) -> Result<i32, Error> {
     connection.pragma_query_value(None, name, |row| row.get(0)).map_err(|e| fault(&e))
-}
-
-/// Refuses another program's file and a newer schema, before anything is written to it.
-pub(super) fn check_version(connection: &Connection, path: &Path) -> Result<(), Error> {
-    let version = pragma(connection, "user_version")?;
-    let application = pragma(connection, "application_id")?;
-    let tables: i64 =
-        connection.query_row("SELECT count(*) FROM sqlite_master", [], |row| row.get(0)).map_err(|e| fault(&e))?;
-    if version > SCHEMA_VERSION && application == APPLICATION_ID {
-        return Err(Error::storage(
-            None,
-            format!(
-                "{} was written by a newer leasefs (schema {version}, this one knows {SCHEMA_VERSION}): install that \
-                 version, or use another --state",
-                path.display()
-            ),
-        ));
-    }
-    if application != APPLICATION_ID && tables > 0 {
-        return Err(Error::storage(None, format!("{} is not a leasefs registry: use another --state", path.display())));
-    }
-    Ok(())
-}
-
-pub(super) fn corrupt(path: &Path, what: &str) -> Error {
-    Error::storage(
-        None,
-        format!(
-            "{} is damaged ({what}): keep the file, restore a backup of the state directory, or start with another \
-             --state",
-            path.display()
-        ),
-    )
-}
-
-/// SQLite's error with the errno a client should see: a full disk is `ENOSPC`, the rest is `EIO`.
-pub(super) fn fault(error: &rusqlite::Error) -> Error {
-    const ENOSPC: i32 = 28;
-    let errno = match error.sqlite_error_code() {
-        Some(rusqlite::ErrorCode::DiskFull) => Some(ENOSPC),
-        _ => None,
-    };
-    let message = match error.sqlite_error_code() {
-        Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => format!(
-            "the registry is damaged ({error}): keep the file, restore a backup of the state directory, or start with \
-             another --state"
-        ),
-        _ => format!("registry: {error}"),
-    };
-    Error::storage(errno, message)
 }
 
 /// How a second connection is opened: never creating, never taking part in a transaction of ours.

@@ -1,15 +1,17 @@
 //! The connections beside the writing one: lookups while mounted, whole reads for commands, checkpoints.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rusqlite::backup::Backup;
-use rusqlite::{Connection, OpenFlags, params};
+use rusqlite::{Connection, OpenFlags, OptionalExtension, params};
 
 use super::journal::{self, Left, plan};
+use super::seal::Seal;
 use super::sqlite::{
-    ATTEMPT_COLUMNS, FILE, SCHEMA_VERSION, attempt_row, bad_value, check_version, fault, key_row, pragma, reading_flags,
+    APPLICATION_ID, ATTEMPT_COLUMNS, BUSY, FILE, SCHEMA_VERSION, attempt_row, bad_value, key_row, pragma, reading_flags,
 };
+use super::sqlite_fault::{corrupt, fault};
 use super::sqlite_write::{Failure, replay};
 use super::{AttemptRow, Checkpoint, KeyRow, Read, StoredResult};
 use crate::error::Error;
@@ -41,7 +43,7 @@ pub(super) struct SqliteRead(Connection);
 impl SqliteRead {
     pub(super) fn open(path: &Path) -> Result<SqliteRead, Error> {
         let connection = Connection::open_with_flags(path, reading_flags()).map_err(|e| fault(&e))?;
-        connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
+        connection.busy_timeout(BUSY).map_err(|e| fault(&e))?;
         Ok(SqliteRead(connection))
     }
 }
@@ -81,21 +83,24 @@ fn one<T>(
 }
 
 /// Checkpoints off the claim path.
-pub(super) struct SqliteCheckpoint(Connection);
+pub(super) struct SqliteCheckpoint(Connection, Seal);
 
 impl SqliteCheckpoint {
-    pub(super) fn open(path: &Path) -> Result<SqliteCheckpoint, Error> {
+    pub(super) fn open(path: &Path, seal: Seal) -> Result<SqliteCheckpoint, Error> {
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let connection = Connection::open_with_flags(path, flags).map_err(|e| fault(&e))?;
         connection.pragma_update(None, "wal_autocheckpoint", 0).map_err(|e| fault(&e))?;
         connection.pragma_update(None, "synchronous", "NORMAL").map_err(|e| fault(&e))?;
-        Ok(SqliteCheckpoint(connection))
+        connection.busy_timeout(BUSY).map_err(|e| fault(&e))?;
+        Ok(SqliteCheckpoint(connection, seal))
     }
 }
 
 impl Checkpoint for SqliteCheckpoint {
     fn run(&mut self) -> Result<(), Error> {
-        self.0.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(())).map_err(|e| fault(&e))
+        self.0.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(())).map_err(|e| fault(&e))?;
+        // What the main file has now would pass for everything, were the log lost.
+        self.1.advance(&self.0)
     }
 }
 
@@ -104,7 +109,7 @@ fn open_read_only(path: &Path) -> Result<Connection, Error> {
         return Err(Error::storage(error.raw_os_error(), format!("{}: {error}", path.display())));
     }
     let connection = Connection::open_with_flags(path, reading_flags()).map_err(|e| fault(&e))?;
-    connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(|e| fault(&e))?;
+    connection.busy_timeout(BUSY).map_err(|e| fault(&e))?;
     check_version(&connection, path)?;
     Ok(connection)
 }
@@ -123,6 +128,7 @@ pub fn can_serve(state_dir: &Path) -> Result<(), Error> {
 pub struct Reader {
     file: Connection,
     copy: Option<Connection>,
+    path: PathBuf,
 }
 
 impl Reader {
@@ -149,7 +155,7 @@ impl Reader {
         {
             copy = Some(with_journal(&file, left)?);
         }
-        Ok(Reader { file, copy })
+        Ok(Reader { file, copy, path })
     }
 
     fn view(&self) -> &Connection {
@@ -209,12 +215,38 @@ impl Reader {
         read().map_err(|e: rusqlite::Error| fault(&e))
     }
 
-    /// What SQLite's own integrity check finds wrong with the file.
+    /// Copies the registry as of one moment to a file that is not there yet, also while it is served.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], also where the registry is damaged: a copy of that would be no backup.
+    pub fn copy_to(&self, path: &Path) -> Result<(), Error> {
+        self.check_seal()?;
+        let mut copy = Connection::open(path).map_err(|e| fault(&e))?;
+        // All of it in one step, which is one read transaction: in WAL mode nobody waits for it.
+        Backup::new(self.view(), &mut copy).and_then(|backup| backup.step(-1)).map_err(|e| fault(&e))?;
+        // Put over a registry that went on, it is found to be older.
+        copy.execute("DELETE FROM meta WHERE name = 'seal'", []).map_err(|e| fault(&e))?;
+        // A single file, with nothing beside it to be forgotten.
+        copy.pragma_update(None, "journal_mode", "delete").map_err(|e| fault(&e))?;
+        match problems(&copy, "integrity_check").map_err(|e| fault(&e))?.first() {
+            Some(first) => Err(corrupt(&self.path, first)),
+            None => Ok(()),
+        }
+    }
+
+    /// What SQLite's own integrity check finds wrong with the file, and whether it is older than the directory's newest.
     ///
     /// # Errors
     /// [`Error::Storage`] where it is too damaged to be checked.
     pub fn integrity(&self) -> Result<Vec<String>, Error> {
-        problems(&self.file, "integrity_check").map_err(|e| fault(&e))
+        let mut found = problems(&self.file, "integrity_check").map_err(|e| fault(&e))?;
+        found.extend(self.check_seal().err().map(|error| error.to_string()));
+        Ok(found)
+    }
+
+    /// Whether it is all that this state directory has had.
+    fn check_seal(&self) -> Result<(), Error> {
+        Seal::of(self.path.parent().unwrap_or(Path::new("."))).check(&self.file, &self.path)
     }
 }
 
@@ -240,4 +272,39 @@ pub(super) fn problems(connection: &Connection, check: &str) -> Result<Vec<Strin
     })?;
     found.retain(|line| line != "ok");
     Ok(found)
+}
+
+/// What no check of the file's form can see: a key whose count is not that of its attempts. It would skip or repeat
+/// epochs.
+pub(super) fn miscounted(connection: &Connection) -> Result<Option<String>, rusqlite::Error> {
+    connection
+        .query_row(
+            "SELECT path FROM keys k WHERE epoch <> max(pruned, coalesce( \
+             (SELECT max(epoch) FROM attempts a WHERE a.key_id = k.id), 0)) LIMIT 1",
+            [],
+            |row| Ok(format!("the epoch of key {:?} is not that of its newest attempt", row.get::<_, String>(0)?)),
+        )
+        .optional()
+}
+
+/// Refuses another program's file and a newer schema, before anything is written to it.
+pub(super) fn check_version(connection: &Connection, path: &Path) -> Result<(), Error> {
+    let version = pragma(connection, "user_version")?;
+    let application = pragma(connection, "application_id")?;
+    let tables: i64 =
+        connection.query_row("SELECT count(*) FROM sqlite_master", [], |row| row.get(0)).map_err(|e| fault(&e))?;
+    if version > SCHEMA_VERSION && application == APPLICATION_ID {
+        return Err(Error::storage(
+            None,
+            format!(
+                "{} was written by a newer leasefs (schema {version}, this one knows {SCHEMA_VERSION}): install that \
+                 version, or use another --state",
+                path.display()
+            ),
+        ));
+    }
+    if application != APPLICATION_ID && tables > 0 {
+        return Err(Error::storage(None, format!("{} is not a leasefs registry: use another --state", path.display())));
+    }
+    Ok(())
 }

@@ -5,7 +5,7 @@ use rusqlite::{Connection, params};
 
 use super::Write;
 use super::coalesce::Op;
-use super::sqlite::fault;
+use super::sqlite_fault::fault;
 use super::sqlite_read::Mark;
 use crate::error::Error;
 use crate::ids::{Epoch, Handle, KeyId, Owner};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use leasefs::machine::{Attempt, Outcome, Via};
 use leasefs::registry::journal::Journal;
-use leasefs::registry::sqlite::{Reader, SqliteRegistry};
+use leasefs::registry::sqlite::{Check, Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, Backlog, KeyRow, Registry, Write};
 use leasefs::{Epoch, Error, Handle, Key, KeyId};
 use parking_lot::Mutex;
@@ -58,7 +58,7 @@ fn commits(turns: &[crate::game::Turn]) -> Vec<Vec<Write>> {
 /// What the registry shows after each of the commits, without a journal.
 fn direct(commits: &[Vec<Write>]) -> (TempDir, Vec<Shown>) {
     let dir = new_dir();
-    let mut registry = SqliteRegistry::open(dir.path()).expect("registry");
+    let mut registry = SqliteRegistry::open(dir.path(), Check::Full).expect("registry");
     let mut after = vec![shown(dir.path())];
     for writes in commits {
         registry.commit(writes, false).expect("the engine's writes fit");
@@ -70,7 +70,7 @@ fn direct(commits: &[Vec<Write>]) -> (TempDir, Vec<Shown>) {
 /// What a server is killed with that has only written its journal.
 fn journaled(commits: &[Vec<Write>]) -> TempDir {
     let dir = new_dir();
-    let mut journal = Journal::open(dir.path()).expect("registry");
+    let mut journal = Journal::open(dir.path(), Check::Full).expect("registry");
     for writes in commits {
         journal.commit(writes, false).expect("there is room");
     }
@@ -78,7 +78,7 @@ fn journaled(commits: &[Vec<Write>]) -> TempDir {
 }
 
 fn open_and_close(dir: &Path) {
-    drop(Journal::open(dir).expect("it starts"));
+    drop(Journal::open(dir, Check::Full).expect("it starts"));
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -103,7 +103,7 @@ fn the_registry_holds_the_same_as_without_a_journal() {
         let commits = commits(&turns);
         let (plain, after) = direct(&commits);
         let mut dir = new_dir();
-        let mut journal = Journal::open(dir.path()).expect("registry");
+        let mut journal = Journal::open(dir.path(), Check::Full).expect("registry");
         for ((writes, meanwhile), expected) in commits.iter().zip(meanwhile.iter().cycle()).zip(&after[1..]) {
             journal.commit(writes, matches!(meanwhile, Meanwhile::Durable)).expect("there is room");
             match meanwhile {
@@ -112,7 +112,7 @@ fn the_registry_holds_the_same_as_without_a_journal() {
                 Meanwhile::Apply => journal.checkpointer().and_then(|mut side| side.apply()).expect("applied"),
                 Meanwhile::Kill => {
                     let next = image(dir.path());
-                    journal = Journal::open(next.path()).expect("it starts");
+                    journal = Journal::open(next.path(), Check::Full).expect("it starts");
                     dir = next;
                 }
             }
@@ -228,7 +228,7 @@ fn cycle(epoch: u64) -> [Vec<Write>; 2] {
 
 /// A registry whose key has had this many attempts, all in the journal.
 fn cycles(dir: &Path, count: u64) -> Journal {
-    let mut journal = Journal::open(dir).expect("registry");
+    let mut journal = Journal::open(dir, Check::Full).expect("registry");
     journal.commit(&[key()], false).expect("room");
     for writes in (1..=count).flat_map(cycle) {
         journal.commit(&writes, false).expect("room");
@@ -331,7 +331,7 @@ fn records_of_another_version_are_refused_only_where_they_are_needed() {
     let applied = image(dir.path());
     another(&needed);
     another(&applied);
-    let refused = Journal::open(needed.path()).err().expect("refused").to_string();
+    let refused = Journal::open(needed.path(), Check::Full).err().expect("refused").to_string();
     assert!(refused.contains("another version"), "{refused}");
     assert!(Reader::open(needed.path()).is_err(), "and not shown as if it were all");
     open_and_close(applied.path());
@@ -365,7 +365,7 @@ fn nothing_is_granted_while_what_was_granted_cannot_be_applied() {
     journal.commit(&end, false).expect("what has happened is accepted");
     assert!(journal.commit(&next, true).is_err());
     let killed = image(dir.path());
-    assert!(Journal::open(killed.path()).is_err(), "it cannot start as if that had never been");
+    assert!(Journal::open(killed.path(), Check::Full).is_err(), "it cannot start as if that had never been");
     refuse(killed.path(), false);
     assert_eq!(epochs(killed.path()), [1, 2], "it is in the journal still");
     open_and_close(killed.path());
@@ -389,7 +389,7 @@ fn what_does_not_fit_the_registry_is_refused_as_without_a_journal() {
     for (at, writes) in [twice, renewed_late, skipped, skipped_later, committed_late].iter().enumerate() {
         for pending in [false, true] {
             let dir = new_dir();
-            let mut journal = Journal::open(dir.path()).expect("registry");
+            let mut journal = Journal::open(dir.path(), Check::Full).expect("registry");
             let before = [key(), Write::Claim(KEY, attempt(1))];
             journal.commit(&before, !pending).expect("it fits");
             let refused = journal.commit(writes, true).expect_err("it does not fit").to_string();
@@ -408,7 +408,7 @@ fn nothing_is_lost_when_the_journal_is_full() {
     let note = |number: usize| format!("{number:05} {}", "n".repeat(4_000));
     for applied_each in [usize::MAX, 700, 90] {
         let mut dir = new_dir();
-        let mut journal = Journal::open(dir.path()).expect("registry");
+        let mut journal = Journal::open(dir.path(), Check::Full).expect("registry");
         let mut side = journal.checkpointer().expect("registry");
         journal.commit(&[key(), Write::Claim(KEY, attempt(1))], false).expect("room");
         let mut much = false;
@@ -428,7 +428,7 @@ fn nothing_is_lost_when_the_journal_is_full() {
         let (_, attempts) = shown(dir.path());
         assert_eq!(attempts.iter().map(|attempt| &attempt.note).collect::<Vec<_>>(), [&note(RENEWALS)]);
         // More at once than there is room for.
-        let mut journal = Journal::open(dir.path()).expect("registry");
+        let mut journal = Journal::open(dir.path(), Check::Full).expect("registry");
         let many: Vec<_> = (0..RENEWALS).map(|number| Write::Renew(KEY, noted(1, note(number)))).collect();
         journal.commit(&many, false).expect("it goes past the journal");
         assert_eq!(journal.backlog(), Backlog::None);

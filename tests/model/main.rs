@@ -2,6 +2,7 @@
 //!
 //! Every suite has a number of cases of its own, which `PROPTEST_CASES` scales: 256 is once, 25600 a hundred times.
 
+mod beside;
 mod contract;
 mod facade;
 mod faults;

@@ -8,7 +8,7 @@ use leasefs::engine::{Asked, Durability, Memory, Start, Survivors};
 use leasefs::machine::{Reply, Share, Standing};
 use leasefs::namespaces::{Credentials, Node};
 use leasefs::registry::journal::Journal;
-use leasefs::registry::sqlite::{Reader, SqliteRegistry};
+use leasefs::registry::sqlite::{Check, Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, Backlog, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
 use leasefs::results::Results;
 use leasefs::{Config, Engine, Epoch, Error, Handle, KeyId, NamespaceId, Now, verify};
@@ -39,6 +39,8 @@ type Meanwhile = Box<dyn FnOnce() + Send>;
 #[derive(Default)]
 struct Plan {
     fates: VecDeque<Fate>,
+    /// Writes in the last commit that was asked for.
+    writes: usize,
     meanwhile: Option<Meanwhile>,
     recorded: Vec<Vec<Write>>,
 }
@@ -61,6 +63,11 @@ impl Orders {
     /// What was committed so far, batch by batch.
     pub fn recorded(&self) -> Vec<Vec<Write>> {
         self.0.lock().recorded.clone()
+    }
+
+    /// How many writes the last commit was of.
+    pub fn writes(&self) -> usize {
+        self.0.lock().writes
     }
 
     /// Ends all faults.
@@ -109,6 +116,7 @@ impl Registry for FaultyRegistry {
 
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error> {
         const ENOSPC: i32 = 28;
+        self.1.0.lock().writes = writes.len();
         match self.1.fate() {
             Fate::Done => {
                 self.0.commit(writes, durable)?;
@@ -205,8 +213,8 @@ impl Memory for Recorder {
 
 fn open(storage: Storage, dir: &TempDir, orders: &Orders, start: Start<'_>) -> Arc<Engine> {
     let registry: Box<dyn Registry> = match storage {
-        Storage::Plain => Box::new(SqliteRegistry::open(dir.path()).expect("registry")),
-        Storage::Process | Storage::Full => Box::new(Journal::open(dir.path()).expect("registry")),
+        Storage::Plain => Box::new(SqliteRegistry::open(dir.path(), Check::Full).expect("registry")),
+        Storage::Process | Storage::Full => Box::new(Journal::open(dir.path(), Check::Full).expect("registry")),
     };
     let registry = FaultyRegistry(registry, orders.clone());
     let results = Results::open(dir.path()).expect("results");

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 
+pub mod backup;
 pub mod evict;
 pub mod history;
 pub mod ls;
@@ -64,6 +65,8 @@ pub enum Command {
     Evict(evict::Args),
     /// Check the registry against the invariants, read-only
     Verify(verify::Args),
+    /// Copy the state directory to a place it can be served from, mounted or not
+    Backup(backup::Args),
     /// Serve a connection that the keeper holds
     #[command(hide = true)]
     Serve(serve::Args),
@@ -85,6 +88,7 @@ pub fn main() -> ExitCode {
         Command::Wait(args) => (wait::run(args), EXIT_FAILURE),
         Command::Evict(args) => (evict::run(args), EXIT_FAILURE),
         Command::Verify(args) => (verify::run(args), EXIT_FAILURE),
+        Command::Backup(args) => (backup::run(args), EXIT_FAILURE),
         Command::Serve(args) => (serve::run(args), EXIT_NO),
         Command::Probe(args) => (probe::run(args), EXIT_NO),
     };
