@@ -83,11 +83,25 @@ pub struct SqliteRegistry {
 }
 
 impl SqliteRegistry {
-    /// Opens the registry in a state directory, or makes one.
+    /// Opens the registry in a state directory, or makes one, and reads it whole to see that it is sound.
     ///
     /// # Errors
     /// [`Error::Storage`] with what to do: a newer version, another program's file, a corrupt file, a disk fault.
     pub fn open(state_dir: &Path) -> Result<SqliteRegistry, Error> {
+        let registry = SqliteRegistry::reopen(state_dir)?;
+        let problems = super::sqlite_read::problems(&registry.connection, "quick_check").map_err(|e| fault(&e))?;
+        match problems.first() {
+            Some(first) => Err(corrupt(&registry.path, first)),
+            None => Ok(registry),
+        }
+    }
+
+    /// The same, unchecked: for a server that goes on where another was killed a moment ago, with callers waiting. The end of
+    /// a process tears nothing, and reading everything would take longer than all the rest.
+    ///
+    /// # Errors
+    /// As [`SqliteRegistry::open`], but for a corrupt file that can still be opened.
+    pub fn reopen(state_dir: &Path) -> Result<SqliteRegistry, Error> {
         let path = state_dir.join(FILE);
         let mut connection = Connection::open(&path).map_err(|e| fault(&e))?;
         let setup = |connection: &mut Connection| -> Result<(), rusqlite::Error> {
@@ -112,10 +126,6 @@ impl SqliteRegistry {
                 tx.commit()
             });
             migrate.map_err(|e| fault(&e))?;
-        }
-        let problems = super::sqlite_read::problems(&connection, "quick_check").map_err(|e| fault(&e))?;
-        if let Some(first) = problems.first() {
-            return Err(corrupt(&path, first));
         }
         Ok(SqliteRegistry { connection, path, full_sync: false, commits: 0 })
     }
