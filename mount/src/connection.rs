@@ -17,7 +17,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use anyhow::{Context, Result, bail};
 use fuser::{Filesystem, Session, SessionACL};
 
-use crate::flight::{Flight, RESEND, STRIKES, opcode};
+use crate::flight::{Flight, OWN, RESEND, STRIKES, opcode};
 use raw::Header;
 use relay::Relay;
 
@@ -44,6 +44,12 @@ pub struct Connection<'a> {
     pub flight: &'a Flight,
     /// The kernel's numbers of pollers that the server before would have woken.
     pub polls: &'a [u64],
+}
+
+/// What the server before had read last, where that must not be cut off: as if it had begun to handle it. Anything else, and
+/// nothing, where it had got that far.
+pub fn last_read(flight: &Flight) -> Option<crate::flight::Record> {
+    raw::record_of(flight.last_read()).filter(|record| record.unique != 0 && record.unique & OWN == 0)
 }
 
 /// Whether a kernel that began like this can send unanswered requests again (Linux 6.9 and later).

@@ -16,15 +16,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use anyhow::{Context, Result, bail};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap};
 
+use crate::read_buffer;
+
 /// Marks a request the kernel sends again after the server was replaced.
 pub const RESEND: u64 = 1 << 63;
 /// Marks a request that the take-over itself made.
 pub const OWN: u64 = 1 << 62;
+/// Where the table's memory ends and fuser's buffer begins.
+const BUFFER_AT: usize = size_of::<Table>().next_multiple_of(4096);
 /// Servers a request may kill before it is refused.
 pub const STRIKES: u64 = 3;
 
 /// `b"leasefl"` and the version of the layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"leasefl\x01");
+const MAGIC: u64 = u64::from_le_bytes(*b"leasefl\x02");
 /// Newest requests whose numbers are kept: many times what can be unanswered at once, short of those that wait long.
 const RING: usize = 1 << 16;
 /// Newest requests that are kept whole: as above.
@@ -208,7 +212,7 @@ impl Flight {
     /// Where it cannot be mapped, or is of a layout this program does not know.
     pub fn open(memory: OwnedFd) -> Result<Flight> {
         let file = File::from(memory);
-        let size = size_of::<Table>();
+        let size = BUFFER_AT + read_buffer::SIZE;
         let length = file.metadata().context("flight recorder")?.len();
         if length == 0 {
             file.set_len(size as u64).context("flight recorder")?;
@@ -231,6 +235,27 @@ impl Flight {
     fn table(&self) -> &Table {
         // SAFETY: the mapping has the table's size and is never unmapped; zeroes are valid atomics, and page-aligned.
         unsafe { self.0.as_ref() }
+    }
+
+    fn buffer(&self) -> NonNull<u8> {
+        // SAFETY: within the mapping, which is as long as the table and the buffer.
+        unsafe { self.0.cast::<u8>().add(BUFFER_AT) }
+    }
+
+    /// What the last read of the server before left. To be asked for before the memory is offered to this one's reader.
+    pub fn last_read(&self) -> &[u8] {
+        // SAFETY: within the buffer, to which nobody writes: its reader is dead, and this server's does not read yet.
+        unsafe { std::slice::from_raw_parts(self.buffer().as_ptr(), read_buffer::USED) }
+    }
+
+    /// Takes that into the records, and offers the memory, zeroed, to this server's reader.
+    pub fn take_last_read(&self, unseen: Option<Record>) {
+        if let Some(record) = unseen {
+            drop(self.recording(record));
+        }
+        // SAFETY: as in `last_read`; nothing borrows it any more.
+        unsafe { self.buffer().as_ptr().write_bytes(0, read_buffer::USED) };
+        read_buffer::offer(self.buffer());
     }
 
     /// Whether the kernel has been told what was negotiated: whether there is a connection to take over.

@@ -16,9 +16,13 @@ mod mountinfo;
 mod openfiles;
 mod orphans;
 mod process;
+mod read_buffer;
 mod server;
 mod timekeeper;
 mod watcher;
+
+#[global_allocator]
+static ALLOCATOR: read_buffer::Allocator = read_buffer::Allocator;
 
 fn main() -> std::process::ExitCode {
     cli::main()

@@ -25,7 +25,7 @@ use crate::fs::{Kept, LeaseFs, Settings, survivors};
 use crate::handover::{Handover, Passed};
 use crate::kernel_mount::{self, Options};
 use crate::openfiles::OpenFiles;
-use crate::{clock, dead_mount, killpoint, mountinfo, orphans, timekeeper};
+use crate::{clock, dead_mount, killpoint, mountinfo, orphans, read_buffer, timekeeper};
 
 /// How a tree is to be served.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -95,6 +95,9 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         tracing::warn!("the server before ended while it handled request {unique} ({what}): {count} of {STRIKES}");
     }
     fs.shared().set_careful(struck.is_some());
+    if !handover.resend {
+        flight.take_last_read(connection::last_read(&flight));
+    }
     start_threads(&fs, mountpoint.clone(), signals)?;
     let connection = Connection {
         device: passed.device,
@@ -106,6 +109,9 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
     connection.run(fs.clone(), || {
         fs.shared().set_careful(false);
         tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
+        if !handover.resend && !read_buffer::is_taken() {
+            tracing::warn!("requests are not read where they outlive this server: one may be cut off with it");
+        }
         if !takes_over && !answers(mountpoint) {
             tracing::warn!("{} does not answer yet", mountpoint.display());
         }
@@ -163,7 +169,8 @@ fn unmount_on_signal(mountpoint: &Path, signals: SigSet) {
 fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takes_over: bool) -> Result<Engine> {
     let explain = |error: Error| anyhow::anyhow!("state directory {}: {}", state_dir.display(), message(&error));
     let results = Results::open(state_dir).map_err(|error| explain(error.into()))?;
-    let registry = SqliteRegistry::open(state_dir).map_err(explain)?;
+    let registry = if takes_over { SqliteRegistry::reopen(state_dir) } else { SqliteRegistry::open(state_dir) };
+    let registry = registry.map_err(explain)?;
     let now = clock::now();
     let now_ns = now.wall_ms * 1_000_000;
     let config = Config {

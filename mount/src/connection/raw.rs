@@ -100,6 +100,24 @@ pub fn again(record: &Record) -> Vec<u8> {
     request(opcode, unique, ino, ids, pid, &body)
 }
 
+/// What [`again`] needs of a request as the kernel sent it; none for any other kind.
+pub fn record_of(request: &[u8]) -> Option<Record> {
+    let Header { opcode, unique, ino, pid } = Header::of(request)?;
+    let ids = (u32_at(request, 24)?, u32_at(request, 28)?);
+    let word = |at: usize| u64_at(request, HEADER + 8 * at);
+    let handle = word(0)?;
+    let (owner, kind, range) = match opcode {
+        opcode::POLL => {
+            let (flags, events) = (u32_at(request, HEADER + 16)?, u32_at(request, HEADER + 20)?);
+            (word(1)?, flags, (events.into(), 0))
+        }
+        opcode::SETLK | opcode::SETLKW => (word(1)?, u32_at(request, HEADER + 32)?, (word(2)?, word(3)?)),
+        opcode::FLUSH | opcode::RELEASE => (word(2)?, 0, (0, 0)),
+        _ => return None,
+    };
+    Some(Record { unique, opcode, pid, ino, handle, ids, owner, kind, range })
+}
+
 /// Asks whether a request is unanswered, and changes nothing: it has the form of an answer to an interruption of that
 /// request, which the kernel takes where the request is there, and refuses with `ENOENT` where it is not.
 pub fn question(unique: u64) -> [u8; ANSWER] {
