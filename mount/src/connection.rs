@@ -10,14 +10,14 @@
 mod raw;
 mod relay;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
 use anyhow::{Context, Result, bail};
 use fuser::{Filesystem, Session, SessionACL};
 
-use crate::flight::{Flight, OWN, RESEND, STRIKES, opcode};
+use crate::flight::{Flight, OWN, RESEND, Record, STRIKES, opcode};
 use raw::Header;
 use relay::Relay;
 
@@ -44,11 +44,13 @@ pub struct Connection<'a> {
     pub flight: &'a Flight,
     /// The kernel's numbers of pollers that the server before would have woken.
     pub polls: &'a [u64],
+    /// The handles that server gave out, by the number of the request that asked for each.
+    pub given_out: HashMap<u64, u64>,
 }
 
 /// What the server before had read last, where that must not be cut off: as if it had begun to handle it. Anything else, and
 /// nothing, where it had got that far.
-pub fn last_read(flight: &Flight) -> Option<crate::flight::Record> {
+pub fn last_read(flight: &Flight) -> Option<Record> {
     raw::record_of(flight.last_read()).filter(|record| record.unique != 0 && record.unique & OWN == 0)
 }
 
@@ -199,6 +201,12 @@ impl Connection<'_> {
             .iter()
             .map(raw::again)
             .filter(|message| Header::of(message).is_some_and(|header| !self.is_refused(relay, &header)));
-        (made.collect(), numbers)
+        // Who is told `EINTR` has no handle, and nobody will ever close the one that it was to get.
+        let unheard = numbers.iter().filter_map(|unique| self.given_out.get(unique));
+        let closes = unheard.map(|&handle| {
+            let (opcode, unique) = (opcode::RELEASE, OWN | 3);
+            raw::again(&Record { unique, opcode, ino: raw::ROOT, handle, ..Record::default() })
+        });
+        (closes.chain(made).collect(), numbers)
     }
 }
