@@ -10,14 +10,14 @@
 mod raw;
 mod relay;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
 use anyhow::{Context, Result, bail};
 use fuser::{Filesystem, Session, SessionACL};
 
-use crate::flight::{Flight, RESEND, STRIKES, opcode};
+use crate::flight::{Flight, OWN, RESEND, Record, STRIKES, opcode};
 use crate::lastread;
 use raw::Header;
 use relay::Relay;
@@ -48,6 +48,8 @@ pub struct Connection<'a> {
     pub flight: &'a Flight,
     /// The kernel's numbers of pollers that the server before would have woken.
     pub polls: &'a [u64],
+    /// The handles that server gave out, by the number of the request that asked for each.
+    pub given_out: HashMap<u64, u64>,
 }
 
 /// Whether a kernel that began like this can send unanswered requests again (Linux 6.9 and later).
@@ -223,6 +225,12 @@ impl Connection<'_> {
             // It may have been the close of a handle, which then is never known.
             tracing::error!("request {lost} had been read by the server before, and is not known");
         }
-        (again.into_values().collect(), numbers)
+        // Who is told `EINTR` has no handle, and nobody will ever close the one that it was to get.
+        let unheard = numbers.iter().filter_map(|unique| self.given_out.get(unique));
+        let closes = unheard.map(|&handle| {
+            let (opcode, unique) = (opcode::RELEASE, OWN | 3);
+            raw::again(&Record { unique, opcode, ino: raw::ROOT, handle, ..Record::default() })
+        });
+        (closes.chain(again.into_values()).collect(), numbers)
     }
 }

@@ -104,6 +104,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         resend: handover.resend,
         flight: &flight,
         polls: &polls,
+        given_out: fs.given_out(),
     };
     connection.run(fs.clone(), || {
         fs.shared().set_careful(false);

@@ -26,6 +26,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// A mounted tree that lasts as long as the value.
 pub struct Mount {
     dir: TempDir,
+    variables: Vec<(String, PathBuf)>,
     mounted: bool,
     keeper: Option<i32>,
 }
@@ -33,12 +34,18 @@ pub struct Mount {
 impl Mount {
     /// Mounts with `--durability process` and the options given.
     pub fn with(options: &[&str]) -> Mount {
+        Mount::with_variables(options, &[])
+    }
+
+    /// The same, with more in the environment of `leasefs mount`.
+    pub fn with_variables(options: &[&str], variables: &[(&str, &Path)]) -> Mount {
         assert!(Path::new("/dev/fuse").exists(), "these tests need /dev/fuse");
         let dir = tempfile::Builder::new().prefix("leasefs-test-").tempdir().expect("temporary directory");
         // Other uids walk through it to reach the mountpoint.
         set_mode(dir.path(), 0o755);
         fs::create_dir(dir.path().join("mnt")).expect("mountpoint");
-        let mut mount = Mount { dir, mounted: false, keeper: None };
+        let variables = variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+        let mut mount = Mount { dir, variables, mounted: false, keeper: None };
         mount.start(options);
         mount
     }
@@ -60,7 +67,12 @@ impl Mount {
         if !options.contains(&"--durability") {
             command.args(["--durability", "process"]);
         }
-        let output = command.args(options).stdin(Stdio::null()).output().expect("leasefs mount runs");
+        let output = command
+            .args(options)
+            .envs(self.variables.iter().cloned())
+            .stdin(Stdio::null())
+            .output()
+            .expect("leasefs mount runs");
         assert!(output.status.success(), "leasefs mount failed: {}", String::from_utf8_lossy(&output.stderr));
         self.mounted = true;
         self.keeper = self.keeper_pid();

@@ -138,6 +138,11 @@ impl Fleet {
         slot.frozen = None;
     }
 
+    /// Whether calls may be interrupted by the server's end.
+    pub fn interrupted(&self) -> bool {
+        self.slots.iter().any(|slot| slot.job.interrupted)
+    }
+
     /// How many workers there are, living or not.
     pub fn len(&self) -> usize {
         self.slots.len()

@@ -96,6 +96,10 @@ pub struct History {
     pub ttl: u64,
     /// Times the machine stood still.
     pub stalls: Vec<(u64, u64)>,
+    /// Times in which there was no server: what is due then comes later, but a call may not take longer for it.
+    pub outages: Vec<(u64, u64)>,
+    /// Whether a call may have been answered `EINTR` because the server died: then it was done, or it was not.
+    pub interrupted: bool,
     /// When the evictions that hit were asked for, by key and epoch.
     evictions: HashMap<(String, u64), u64>,
 }
@@ -127,8 +131,8 @@ impl fmt::Debug for Violation {
 
 impl History {
     /// Reads the logs of a round. A line no worker may write is the first violation.
-    pub fn load(gone: &[Gone], ttl_ms: u64, stalls: Vec<(u64, u64)>) -> Result<History, Violation> {
-        let mut history = History { ttl: ttl_ms * 1_000_000, stalls, ..History::default() };
+    pub fn load(gone: &[Gone], ttl_ms: u64, stalls: Vec<(u64, u64)>, interrupted: bool) -> Result<History, Violation> {
+        let mut history = History { ttl: ttl_ms * 1_000_000, stalls, interrupted, ..History::default() };
         let mut wrong = None;
         for end in gone {
             let text = std::fs::read_to_string(&end.log).unwrap_or_default();
@@ -141,6 +145,7 @@ impl History {
         for call in history.runs.iter().flat_map(|run| &run.calls) {
             if let Some(Err(errno)) = call.answer
                 && !allowed(&call.op, errno)
+                && !(interrupted && errno == libc::EINTR)
             {
                 let what = format!("{:?} may never answer {}", call.op, describe(&call.answer));
                 return Err(history.violation("ERRNO", &call.key, call.asked, what));
@@ -158,7 +163,10 @@ impl History {
             for call in &run.calls {
                 match call.op {
                     Op::Claim { form, .. } => {
-                        let refused = matches!(call.answer, Some(Err(_)));
+                        // Interrupted by the server's end, a claim may have been granted for that moment.
+                        let unsure = self.interrupted && call.answer == Some(Err(libc::EINTR));
+                        let refused = matches!(call.answer, Some(Err(_))) && !unsure;
+                        let over = if unsure && form == Form::Create { call.returned } else { None };
                         current = (!refused).then(|| {
                             self.leases.push(Lease {
                                 id: self.leases.len(),
@@ -167,11 +175,11 @@ impl History {
                                 pid: run.pid,
                                 form,
                                 asked: call.asked,
-                                granted: call.returned,
+                                granted: call.returned.filter(|_| !unsure),
                                 epoch: None,
                                 calls: Vec::new(),
-                                end: run.last,
-                                over: run.gone,
+                                end: if unsure { call.asked } else { run.last },
+                                over: over.unwrap_or(run.gone),
                             });
                             self.leases.len() - 1
                         });
@@ -180,7 +188,7 @@ impl History {
                         let first = self.evictions.entry((call.key.clone(), epoch)).or_insert(call.asked);
                         *first = call.asked.min(*first);
                     }
-                    Op::Observe | Op::Forget | Op::Evict(_) => {}
+                    Op::Observe | Op::Forget | Op::Evict(_) | Op::Side(_) => {}
                     _ => {
                         if let Some(lease) = current.and_then(|id| self.leases.get_mut(id)) {
                             note_call(lease, call, run);
@@ -207,7 +215,7 @@ impl History {
     /// Until when the clients may have to wait for what is due at `from`: 100 ms, and as long again as the machine stood still.
     pub fn grace(&self, from: u64) -> u64 {
         let mut until = from + 100_000_000;
-        for &(begin, end) in &self.stalls {
+        for &(begin, end) in self.outages.iter().chain(&self.stalls) {
             if begin < until && end > from {
                 until += end - begin.max(from);
             }
@@ -229,7 +237,8 @@ impl History {
             if let Op::Ttl(ms) = call.op {
                 if call.ok() {
                     ttl = ms * 1_000_000;
-                } else if call.answer.is_none() {
+                } else {
+                    // It may have been done, and have run out before the answer.
                     earliest = earliest.min(call.asked + ms * 1_000_000);
                 }
             }

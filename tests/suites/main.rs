@@ -6,14 +6,19 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attempt;
+mod contend;
 mod evictor;
 mod fleet;
 mod history;
+mod judge;
 mod linear;
 mod record;
 mod register;
 mod registry;
 mod results;
+mod roles;
+mod round;
 mod s1_contested;
 mod s2_epochs;
 mod s3_remediation;

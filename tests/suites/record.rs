@@ -79,6 +79,51 @@ pub enum Op {
     Forget,
     /// `evict` of exactly this epoch.
     Evict(u64),
+    /// A call that changes no lease.
+    Side(Side),
+}
+
+/// A call that changes no lease, and never waits for one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Side {
+    /// `open` of a key's file that is there or not, without `O_CREAT`.
+    Open,
+    /// `read` of a key's record by a handle that holds nothing.
+    Read,
+    /// `open` that may make the file, to lock it.
+    Handle,
+    /// `stat` of a key that is there or not.
+    Stat,
+    /// `stat` of a directory that is there.
+    StatDir,
+    /// A directory read whole.
+    List,
+    /// `status/KEY` of a key that is known.
+    Status,
+    /// `poll` of `status/KEY` until a change that is sure to come.
+    Poll,
+    /// `poll` of a holder handle until its loss.
+    HangUp,
+    /// `.leasefs/events` read without waiting.
+    Events,
+    /// `.leasefs/metrics`, `config`, `version`.
+    Text,
+    /// `results/KEY/latest` of a key with a result.
+    Latest,
+    /// A committed result read whole.
+    Result,
+    /// `mkdir` of one's own namespace, which is not there.
+    Mkdir,
+    /// `rmdir` of one's own empty namespace.
+    Rmdir,
+    /// `chmod` of one's own namespace.
+    Chmod,
+    /// `rename` of a key.
+    Rename,
+    /// `user.lease.ttl` of one's own namespace.
+    Ttl,
+    /// `user.lease.ttl` of a lease, so short that it may run out before the answer.
+    ShortTtl,
 }
 
 /// One line of a log. Times are nanoseconds of `CLOCK_BOOTTIME`.
@@ -161,6 +206,11 @@ pub fn allowed(op: &Op, errno: i32) -> bool {
         Op::Finish => &[ESTALE, EPERM],
         Op::Forget => &[ENOENT, EBUSY, EACCES, EPERM],
         Op::Evict(_) => &[ESTALE, EACCES],
+        Op::Side(Side::Open | Side::Stat) => &[ENOENT],
+        Op::Side(Side::Events) => &[EAGAIN],
+        Op::Side(Side::ShortTtl) => &[ESTALE],
+        Op::Side(Side::Rename) => &[EPERM, ENOENT],
+        Op::Side(_) => &[],
     };
     list.contains(&errno)
 }

@@ -13,11 +13,13 @@ use serial_test::serial;
 use crate::common::{Mount, wait_for};
 use crate::fleet::{Fleet, Freeze};
 use crate::history::{History, Lease, Violation};
+use crate::judge::{epochs_grow, no_overlap};
 use crate::record::{Form, Op, Renewal};
-use crate::s1_contested::{epochs_grow, finish, make_namespace, no_overlap};
+use crate::roles::Role;
+use crate::round::{finish, make_namespace};
 use crate::settings::Settings;
 use crate::sys::{self, Number};
-use crate::worker::{Held, Job, Role, Worker};
+use crate::worker::{Held, Job, Worker};
 use crate::{registry, trace};
 
 const TTL_MS: u64 = 300;
@@ -246,6 +248,7 @@ fn s3_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
         uid,
         nested,
         ttl_ms: TTL_MS,
+        interrupted: false,
     };
     for (at, &(role, _, uid, nested, again)) in HOLDERS.iter().enumerate() {
         fleet.add(job(role, &keys[at..=at], uid, nested, at), again);

@@ -35,7 +35,8 @@ impl Settings {
     }
 }
 
-fn number(name: &str) -> Option<u64> {
+/// The number in an environment variable.
+pub fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
 }

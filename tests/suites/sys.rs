@@ -24,7 +24,8 @@ pub fn errno_name(errno: i32) -> String {
     format!("{:?}", nix::errno::Errno::from_raw(errno))
 }
 
-fn answer(value: i64) -> Answer {
+/// What a call returned, or the errno it left.
+pub fn answer(value: i64) -> Answer {
     if value < 0 { Err(nix::errno::Errno::last_raw()) } else { Ok(value as u64) }
 }
 
@@ -226,6 +227,8 @@ pub enum Number {
     Pulse = 2,
     /// Not 0: somebody saw what may never be, and the run need not go on.
     Wrong = 3,
+    /// Calls made again because the server's end interrupted them.
+    Interrupted = 4,
 }
 
 impl Board {

@@ -123,7 +123,7 @@ fn of_lease(history: &History, held: &Lease, told: &mut Vec<Told>) {
         form => Act::Grant { lease, known: held.epoch.unwrap_or(0), create: form == Form::Create, maybe },
     };
     let name = format!("pid {}: {:?} claim, epoch {:?}", held.pid, held.form, held.epoch);
-    push(told, held.asked, held.granted.unwrap_or(gone), act, None, name);
+    push(told, held.asked, held.granted.unwrap_or(held.over), act, None, name);
 
     let mut released = false;
     let mut draft = None;
@@ -169,7 +169,7 @@ fn of_lease(history: &History, held: &Lease, told: &mut Vec<Told>) {
     }
     let last = history.runs[held.run].last;
     if !released {
-        push(told, held.end, gone, Act::Release { lease }, Some(claim), format!("end of pid {}", held.pid));
+        push(told, held.end, held.over, Act::Release { lease }, Some(claim), format!("end of pid {}", held.pid));
     }
     if draft.is_some() {
         // The writer was killed with the draft open: nothing more is committed.

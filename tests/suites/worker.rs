@@ -10,32 +10,12 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
 
-use crate::record::{Ending, Form, Line, Op, Renewal, allowed};
+use crate::record::{Ending, Form, Line, Op, Renewal, Side, allowed};
+use crate::roles::{self, Role};
 use crate::sys::{self, Alarm, Answer, Board, Number};
 
 /// The environment variable with the [`Job`].
 pub const JOB: &str = "LEASEFS_SUITE_JOB";
-
-/// What a worker does all day.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Role {
-    /// S1: claims, holds for moments, releases.
-    Contend,
-    /// S1: waits in line once.
-    Queue,
-    /// S2: lives whole attempts, with renewals, expiry and results.
-    Attempt,
-    /// S3: holds as long as it can.
-    Keep,
-    /// S3: holds one lease from start to end of the run.
-    Pin,
-    /// S3: claims at once, holds for a moment, exits.
-    Fresh,
-    /// S3: holds for a moment, over and over.
-    Brief,
-    /// S3: tries to end what is not its own.
-    Evict,
-}
 
 /// What a worker is told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -58,6 +38,8 @@ pub struct Job {
     pub nested: bool,
     /// TTL of the leases where nobody sets another, in milliseconds.
     pub ttl_ms: u64,
+    /// Whether a call may answer `EINTR` because the server died. Then it is made again, as `flock(1)` and Python do.
+    pub interrupted: bool,
 }
 
 /// The state of a worker.
@@ -84,16 +66,8 @@ fn entry() {
     let Ok(job) = std::env::var(JOB) else { return };
     let job: Job = serde_json::from_str(&job).expect("the job is JSON");
     let mut worker = Worker::start(job);
-    match worker.job.role {
-        Role::Contend => crate::s1_contested::contend(&mut worker),
-        Role::Queue => crate::s1_contested::queue(&mut worker),
-        Role::Attempt => crate::s2_epochs::attempt(&mut worker),
-        Role::Keep => crate::s3_remediation::keep(&mut worker),
-        Role::Pin => crate::s3_remediation::pin(&mut worker),
-        Role::Fresh => crate::s3_remediation::fresh(&mut worker),
-        Role::Brief => crate::s3_remediation::brief(&mut worker),
-        Role::Evict => crate::evictor::evict(&mut worker),
-    }
+    let role = worker.job.role;
+    roles::play(&mut worker, role);
 }
 
 impl Worker {
@@ -144,14 +118,46 @@ impl Worker {
     }
 
     /// Makes a call, with a time stamp before and one after it.
-    pub fn call(&self, key: &str, op: Op, call: impl FnOnce() -> Answer) -> Answer {
+    pub fn call(&self, key: &str, op: Op, call: impl FnMut() -> Answer) -> Answer {
+        self.call_while(key, op, self.job.interrupted, call)
+    }
+
+    /// A call that is made again, as a part of itself, when it is interrupted by nothing but the server's end.
+    fn call_while(&self, key: &str, op: Op, again: bool, mut call: impl FnMut() -> Answer) -> Answer {
         self.line(&Line::Ask { t: sys::now(), key: key.into(), op });
-        let answer = call();
+        let mut answer = call();
+        if again && answer == Err(libc::EINTR) {
+            answer = self.repeat(&op, call);
+        }
         self.line(&Line::Got { t: sys::now(), answer });
-        if answer.is_err_and(|errno| !allowed(&op, errno)) {
+        let interrupted = self.job.interrupted && answer == Err(libc::EINTR);
+        if answer.is_err_and(|errno| !allowed(&op, errno)) && !interrupted {
             self.board.count(Number::Wrong);
         }
         answer
+    }
+
+    /// Goes on with an interrupted call. What cannot be done twice may have been done the first time.
+    fn repeat(&self, op: &Op, mut call: impl FnMut() -> Answer) -> Answer {
+        match op {
+            Op::Claim { form: Form::Create, .. } => return Err(libc::EINTR),
+            // Whatever `close` answers, the descriptor is gone.
+            Op::Release(Ending::Close | Ending::ChildsClose) | Op::Finish => return Ok(0),
+            _ => {}
+        }
+        let mut answer = Err(libc::EINTR);
+        while answer == Err(libc::EINTR) {
+            self.board.count(Number::Interrupted);
+            answer = call();
+        }
+        match (op, answer) {
+            // Whoever has the key by then, it is not this one.
+            (Op::Release(Ending::Unlink), Err(_))
+            | (Op::Side(Side::Rmdir), Err(libc::ENOENT))
+            | (Op::Side(Side::Mkdir), Err(libc::EEXIST))
+            | (Op::Evict(_), Err(libc::ESTALE)) => Ok(0),
+            _ => answer,
+        }
     }
 
     /// `claims/KEY`.
@@ -180,14 +186,12 @@ impl Worker {
             self.call(key, op, || sys::open(&path, flags).map(|fd| made.insert(fd).as_raw_fd() as u64)).ok()?;
             Held { fd: made?, form }
         } else {
-            let fd = match sys::open(&path, libc::O_RDWR | libc::O_CREAT) {
-                Ok(fd) => fd,
-                Err(errno) => {
-                    self.wrong(format!("plain open of {key} failed: {}", sys::errno_name(errno)));
-                    return None;
-                }
-            };
-            self.lock(key, Held { fd, form }, wait, alarm_us)?
+            let mut made = None;
+            let opens = Op::Side(Side::Handle);
+            let _ = self.call(key, opens, || {
+                sys::open(&path, libc::O_RDWR | libc::O_CREAT).map(|fd| made.insert(fd).as_raw_fd() as u64)
+            });
+            self.lock(key, Held { fd: made?, form }, wait, alarm_us)?
         };
         self.board.count(Number::Pulse);
         Some(held)
@@ -197,8 +201,18 @@ impl Worker {
     pub fn lock(&mut self, key: &str, held: Held, wait: bool, alarm_us: u64) -> Option<Held> {
         let op = Op::Claim { form: held.form, wait };
         let alarm = (wait && alarm_us > 0).then(|| Alarm::every(alarm_us, libc::SIGALRM));
-        let answer = self.call(key, op, || lock(&held, wait));
+        let again = self.job.interrupted && alarm.is_none();
+        let answer = self.call_while(key, op, again, || lock(&held, wait));
+        let alarmed = alarm.is_some();
         drop(alarm);
+        if answer == Err(libc::EINTR) {
+            if self.job.interrupted {
+                self.close(key, held);
+            } else if !alarmed {
+                self.wrong(format!("a lock request for {key} was interrupted, and there was no signal"));
+            }
+            return None;
+        }
         answer.ok().map(|_| held)
     }
 
@@ -245,7 +259,14 @@ impl Worker {
     }
 
     fn close_by(&self, key: &str, held: Held, ending: Ending) {
-        let _ = self.call(key, Op::Release(ending), || sys::close(held.fd));
+        let mut fd = Some(held.fd);
+        let _ = self.call(key, Op::Release(ending), || fd.take().map_or(Ok(0), sys::close));
+    }
+
+    /// Closes a draft, which commits it.
+    pub fn close_draft(&self, key: &str, fd: OwnedFd) -> Answer {
+        let mut fd = Some(fd);
+        self.call(key, Op::Finish, || fd.take().map_or(Ok(0), sys::close))
     }
 
     /// Lets go by unlocking; the handle can lock again.

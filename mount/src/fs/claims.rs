@@ -294,10 +294,12 @@ impl LeaseFs {
                 return reply.error(Errno::ESTALE);
             };
             let piece = fs.with_handle(handle, |open| match open {
-                Open::Claim { snapshot, .. } => snapshot.read(offset, size, || Some(record)),
+                Open::Claim { snapshot, .. } => {
+                    Some((snapshot.read(offset, size, || Some(record))?, snapshot.length()))
+                }
                 _ => None,
             });
-            match piece.flatten() {
+            match fs.keep_length(handle, offset, piece.flatten()) {
                 Some(bytes) => reply.data(&bytes),
                 None => reply.error(Errno::EBADF),
             }

@@ -100,11 +100,11 @@ impl LeaseFs {
                 Open::Status { seen, snapshot, .. } => {
                     let piece = snapshot.read(offset, size, fresh);
                     *seen = count.get().unwrap_or(*seen);
-                    piece
+                    Some((piece?, snapshot.length()))
                 }
                 _ => None,
             });
-            match piece.flatten() {
+            match fs.keep_length(handle, offset, piece.flatten()) {
                 Some(bytes) => reply.data(&bytes),
                 None => reply.error(Errno::ESTALE),
             }
@@ -121,10 +121,13 @@ impl LeaseFs {
         };
         let text = if offset == 0 { fresh() } else { None };
         let piece = self.with_handle(handle, |open| match open {
-            Open::Text(_, snapshot) => snapshot.read(offset, size, || text.or_else(|| Some(String::new()))),
+            Open::Text(_, snapshot) => {
+                let piece = snapshot.read(offset, size, || text.or_else(|| Some(String::new())))?;
+                Some((piece, snapshot.length()))
+            }
             _ => None,
         });
-        match piece.flatten() {
+        match self.keep_length(handle, offset, piece.flatten()) {
             Some(bytes) => reply.data(&bytes),
             None => reply.error(Errno::EBADF),
         }

@@ -14,18 +14,43 @@ use crate::process::Seen;
 
 /// Text read in pieces: taken anew by a read from the start, so that no reader sees half of one and half of another.
 #[derive(Default)]
-pub struct Snapshot(Option<Arc<str>>);
+pub enum Snapshot {
+    /// Nothing was read yet.
+    #[default]
+    None,
+    /// What was read last.
+    Taken(Arc<str>),
+    /// A server before read a text of so many bytes. Who had all of it must find its end, and not the tail of a newer one.
+    Before(u64),
+}
 
 impl Snapshot {
     /// The piece at `offset`; `fresh` gives the text where a new one is wanted.
     pub fn read(&mut self, offset: u64, size: u32, fresh: impl FnOnce() -> Option<String>) -> Option<Vec<u8>> {
-        if offset == 0 || self.0.is_none() {
-            self.0 = Some(Arc::from(fresh()?));
+        match self {
+            Snapshot::Before(length) if offset > 0 && offset >= *length => return Some(Vec::new()),
+            Snapshot::Taken(_) if offset > 0 => {}
+            _ => *self = Snapshot::Taken(Arc::from(fresh()?)),
         }
-        let bytes = self.0.as_deref().unwrap_or_default().as_bytes();
+        let Snapshot::Taken(text) = self else { return None };
+        let bytes = text.as_bytes();
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
         let end = start.saturating_add(size as usize).min(bytes.len());
         Some(bytes[start..end].to_vec())
+    }
+
+    /// The length of what was read last, in bytes; 0 for nothing.
+    pub fn length(&self) -> u64 {
+        match self {
+            Snapshot::None => 0,
+            Snapshot::Taken(text) => text.len() as u64,
+            Snapshot::Before(length) => *length,
+        }
+    }
+
+    /// The snapshot of a handle that a server before read through.
+    pub fn before(length: u64) -> Snapshot {
+        if length == 0 { Snapshot::None } else { Snapshot::Before(length) }
     }
 }
 

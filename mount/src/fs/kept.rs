@@ -43,7 +43,7 @@ const COMM: usize = 7;
 /// A request that moves a position, and the position it started from: should it come again, it starts there again.
 const MOVER: usize = 9;
 const MOVED_FROM: usize = 10;
-/// For events, the number of the next one.
+/// For events, the number of the next one; for a text, the length of what was read last.
 const POSITION: usize = 11;
 /// For claims, the epoch of the lease that the handle lost; 0 is none.
 const LOST: usize = 12;
@@ -275,6 +275,15 @@ impl Shared {
         now_at
     }
 
+    /// Keeps the length of a text whose reading began. Gives the piece that was read.
+    pub(super) fn keep_length(&self, handle: u64, offset: u64, piece: Option<(Vec<u8>, u64)>) -> Option<Vec<u8>> {
+        let (piece, length) = piece?;
+        if offset == 0 {
+            self.keep_position(handle, length);
+        }
+        Some(piece)
+    }
+
     /// Keeps how far a reader of events has come.
     pub(super) fn keep_position(&self, handle: u64, next: u64) {
         if let Some(slot) = self.slot(handle) {
@@ -375,10 +384,12 @@ impl LeaseFs {
         Some(match (words[0], node) {
             (CLAIM, Node::Claim(key)) => {
                 let opener = Seen { process: process(words, PID), command: unpack([words[COMM], words[COMM + 1]]) };
-                Open::Claim { key, opener, snapshot: Snapshot::default(), owners: HashSet::new() }
+                Open::Claim { key, opener, snapshot: Snapshot::before(words[POSITION]), owners: HashSet::new() }
             }
             // Whatever happened meanwhile: whoever polls looks again.
-            (STATUS, Node::Status(key)) => Open::Status { key, seen: u64::MAX, snapshot: Snapshot::default() },
+            (STATUS, Node::Status(key)) => {
+                Open::Status { key, seen: u64::MAX, snapshot: Snapshot::before(words[POSITION]) }
+            }
             (DRAFT, Node::Result(key, epoch)) => {
                 let handle = Handle(words[HANDLE]);
                 let committed = self.engine.view(key, |entry, _| entry.state.is_result(handle)) == Some(true);
@@ -401,7 +412,7 @@ impl LeaseFs {
             (RESULT, Node::Result(key, epoch)) => {
                 Open::Result(key, epoch, Arc::new(self.engine.results.read(key, epoch).ok()?))
             }
-            (TEXT, Node::Control(file)) => Open::Text(file, Snapshot::default()),
+            (TEXT, Node::Control(file)) => Open::Text(file, Snapshot::before(words[POSITION])),
             (EVENTS, _) => {
                 let (uid, gid) = split(words[WRITERS]);
                 let groups = process::groups(u32::try_from(words[PID]).unwrap_or(0));

@@ -284,6 +284,12 @@ impl LeaseFs {
         Caller::of(req, self.salt)
     }
 
+    /// The handles a server before gave out, by the number of the request that asked for each.
+    pub fn given_out(&self) -> HashMap<u64, u64> {
+        let number = |request: &u64| request ^ self.salt << 40;
+        self.repeated.lock().iter().map(|(request, handle)| (number(request), *handle)).collect()
+    }
+
     /// The handle that this very request was given before, where it comes again and its answer may have got lost.
     fn handle_given_to(&self, caller: &Caller) -> Option<u64> {
         if !caller.is_repeated {

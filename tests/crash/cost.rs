@@ -1,0 +1,79 @@
+//! What a kill costs the clients of a large tree: the slowest call around each one, with 100,000 keys in the registry.
+use std::fs::{self, OpenOptions};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serial_test::serial;
+
+use crate::common::Mount;
+use crate::killer::{self, kill_once};
+
+const KEYS: usize = 100_000;
+const CLIENTS: usize = 4;
+const KILLS: usize = 21;
+
+/// Claims a free key by exclusive create and lets it go.
+fn cycle(path: &std::path::Path) {
+    drop(
+        OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .open(path)
+            .unwrap_or_else(|e| panic!("{}: {e}", path.display())),
+    );
+}
+
+#[test]
+#[serial]
+fn a_kill_costs_little_with_100_000_keys() {
+    let mount = Mount::new();
+    let per_namespace = 1_000;
+    for namespace in 0..KEYS / per_namespace {
+        fs::create_dir(mount.claim(&format!("n{namespace}"))).expect("mkdir");
+        for key in 0..per_namespace {
+            cycle(&mount.claim(&format!("n{namespace}/k{key}")));
+        }
+    }
+    let over = AtomicBool::new(false);
+    // The slowest call each client has made since somebody last looked.
+    let slowest: Vec<Mutex<Duration>> = (0..CLIENTS).map(|_| Mutex::default()).collect();
+    let mut costs = std::thread::scope(|scope| {
+        for (client, slowest) in slowest.iter().enumerate() {
+            let (mount, over) = (&mount, &over);
+            scope.spawn(move || {
+                let path = mount.claim(&format!("n{client}/k0"));
+                while !over.load(Ordering::Relaxed) {
+                    let began = Instant::now();
+                    cycle(&path);
+                    let mut slowest = slowest.lock().expect("no client fails holding it");
+                    *slowest = began.elapsed().max(*slowest);
+                }
+            });
+        }
+        let mut costs: Vec<Duration> = Vec::new();
+        for _ in 0..if killer::wanted() > 0 { KILLS } else { 0 } {
+            std::thread::sleep(Duration::from_millis(200));
+            slowest.iter().for_each(|slowest| *slowest.lock().expect("no client fails") = Duration::ZERO);
+            kill_once(&mount.root()).expect("another server answers");
+            // Until each client has made a call of its own again.
+            std::thread::sleep(Duration::from_millis(100));
+            costs.push(
+                slowest.iter().map(|slowest| *slowest.lock().expect("no client fails")).max().unwrap_or_default(),
+            );
+        }
+        over.store(true, Ordering::Relaxed);
+        costs
+    });
+    costs.sort();
+    let Some(&median) = costs.get(costs.len() / 2) else { return };
+    println!(
+        "{KEYS} keys, {} kills: the slowest call around a kill: median {median:?}, worst {:?}",
+        costs.len(),
+        costs[costs.len() - 1]
+    );
+    // The figure that counts is the release build's; unoptimised and beside other tests it only must not be of another kind.
+    let bound = Duration::from_millis(if cfg!(debug_assertions) { 1_000 } else { 100 });
+    assert!(median < bound, "a kill costs clients {median:?} at the median");
+    mount.verify();
+}

@@ -1,0 +1,303 @@
+//! The named places inside the server where it is killed on purpose: whatever was half done, the client's answer is the
+//! one it would have had, and the registry says the same.
+//!
+//! A file names the next place (`LEASEFS_TEST_ABORT`); the server that dies of it removes the file.
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use rusqlite::{Connection, OpenFlags};
+use serde_json::json;
+
+use crate::common::agent::{Agent, Fd};
+use crate::common::{Mount, wait_for};
+use crate::killer::kill_once;
+
+/// A mount whose servers die at the place named in a file.
+struct Place {
+    mount: Mount,
+    orders: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new(options: &[&str]) -> Place {
+        let dir = tempfile::tempdir().expect("directory for the orders");
+        let orders = dir.path().join("orders");
+        let mount = Mount::with_variables(options, &[("LEASEFS_TEST_ABORT", &orders)]);
+        Place { mount, orders, _dir: dir }
+    }
+
+    /// The next server to reach the point dies there.
+    fn arm(&self, point: &str) {
+        // Whole at once: it is read while it is written.
+        let new = self.orders.with_extension("new");
+        fs::write(&new, point).expect("order");
+        fs::rename(new, &self.orders).expect("order");
+    }
+
+    fn was_reached(&self) -> bool {
+        !self.orders.exists()
+    }
+
+    /// Waits until a server has died of the order, and the next one answers.
+    fn reached(&self, point: &str) {
+        wait_for(&format!("a server died at {point}"), || self.was_reached());
+        assert!(self.mount.server_pid().is_some(), "another answers");
+    }
+
+    /// The epochs of a key and how each attempt ended, as the registry has them.
+    fn attempts(&self, key: &str) -> Vec<(u64, Option<String>)> {
+        let flags = OpenFlags::SQLITE_OPEN_READ_ONLY;
+        let db = Connection::open_with_flags(self.mount.state().join("registry.db"), flags).expect("registry");
+        let sql = "SELECT a.epoch, outcome FROM attempts a JOIN keys ON keys.id = key_id WHERE path = ?1 ORDER BY 1";
+        let mut query = db.prepare(sql).expect("SQL");
+        let rows = query.query_map([key], |row| Ok((row.get::<_, i64>(0)? as u64, row.get(1)?))).expect("SQL");
+        rows.collect::<Result<_, _>>().expect("attempts")
+    }
+
+    /// Whether the newest attempt of a key has ended in the registry too.
+    fn has_ended(&self, key: &str) -> bool {
+        let flags = OpenFlags::SQLITE_OPEN_READ_ONLY;
+        let db = Connection::open_with_flags(self.mount.state().join("registry.db"), flags).expect("registry");
+        let sql = "SELECT max(a.ended_ms) IS NOT NULL FROM attempts a JOIN keys k ON k.id = key_id AND k.epoch = a.epoch \
+                   WHERE path = ?1";
+        db.query_row(sql, [key], |row| row.get(0)).expect("SQL")
+    }
+
+    /// What was told outlives another kill, and the books are right.
+    fn settle(self, keys: &[&str]) {
+        // The end of a lease is written a moment after it: killed before, the next server ends it, and says when it did.
+        for key in keys.iter().filter(|key| ["free", "finished"].contains(&self.mount.state_of(key).as_str())) {
+            wait_for("the end is recorded", || self.has_ended(key));
+        }
+        let before: Vec<serde_json::Value> = keys.iter().map(|key| self.mount.status(key)).collect();
+        kill_once(&self.mount.root()).expect("another server answers");
+        for (key, before) in keys.iter().zip(before) {
+            assert_eq!(self.mount.status(key), before, "{key}");
+        }
+        self.mount.verify();
+    }
+}
+
+/// Every way to claim, by the same words.
+const FORMS: [&str; 4] = ["create", "flock", "posix", "ofd"];
+
+fn claim(agent: &Agent, path: &Path, form: &str) -> Result<Fd, Errno> {
+    if form == "create" {
+        return agent.create(path);
+    }
+    let fd = agent.open(path, libc::O_RDWR | libc::O_CREAT)?;
+    match form {
+        "flock" => agent.flock(fd, libc::LOCK_EX | libc::LOCK_NB),
+        "posix" => agent.lock(fd, libc::F_SETLK, libc::F_WRLCK).map(drop),
+        _ => agent.lock(fd, libc::F_OFD_SETLK, libc::F_WRLCK).map(drop),
+    }?;
+    Ok(fd)
+}
+
+/// A claim that was cut off is granted once, and the epoch told is the epoch stored.
+fn cut_off_claims(point: &str) {
+    for form in FORMS {
+        let place = Place::new(&[]);
+        let agent = Agent::new();
+        for epoch in 1..=3 {
+            place.arm(point);
+            let fd = claim(&agent, &place.mount.claim("k"), form).unwrap_or_else(|e| panic!("{form}: {e}"));
+            place.reached(point);
+            assert_eq!(agent.epoch(fd), Ok(epoch), "{form}");
+            let attempts = place.attempts("k");
+            assert_eq!(attempts.len() as u64, epoch, "{form}: {attempts:?}");
+            assert_eq!(attempts[epoch as usize - 1], (epoch, None), "{form}");
+            assert_eq!(Agent::new().create(&place.mount.claim("k")), Err(Errno::EEXIST), "{form}: it is held");
+            agent.close(fd);
+            place.mount.wait_status("k", "free", |status| status["state"] == "free");
+        }
+        drop(agent);
+        place.settle(&["k"]);
+    }
+}
+
+#[test]
+fn a_claim_cut_off_before_its_commit_is_granted_once() {
+    cut_off_claims("before-commit");
+}
+
+#[test]
+fn a_claim_cut_off_after_its_commit_is_granted_once() {
+    cut_off_claims("after-commit");
+}
+
+#[test]
+fn of_a_batch_cut_off_between_two_answers_each_is_told_its_own_epoch() {
+    let place = Place::new(&[]);
+    let agents: Vec<Agent> = (0..8).map(|_| Agent::new()).collect();
+    place.arm("between-answers");
+    let mut rounds = 0;
+    while !place.was_reached() {
+        rounds += 1;
+        assert!(rounds < 2_000, "no batch had two answers");
+        // All at once, so that several are gathered.
+        for (at, agent) in agents.iter().enumerate() {
+            let path = place.mount.claim(&format!("k{at}"));
+            agent.begin("open", json!([path, libc::O_RDWR | libc::O_CREAT | libc::O_EXCL, 0o666]));
+        }
+        for agent in &agents {
+            let fd = agent.answer().expect("a free key").as_i64().expect("a descriptor");
+            assert_eq!(agent.epoch(fd), Ok(rounds));
+            agent.close(fd);
+        }
+    }
+    place.reached("between-answers");
+    for at in 0..agents.len() {
+        let key = format!("k{at}");
+        place.mount.wait_status(&key, "free", |status| status["state"] == "free");
+        let epochs: Vec<u64> = place.attempts(&key).into_iter().map(|(epoch, _)| epoch).collect();
+        assert_eq!(epochs, (1..=rounds).collect::<Vec<_>>(), "{key}");
+    }
+    drop(agents);
+    place.settle(&["k0", "k7"]);
+}
+
+#[test]
+fn a_result_cut_off_during_its_commit_is_there_whole_and_once() {
+    for point in ["publish", "before-commit", "after-commit"] {
+        for by_close in [false, true] {
+            let place = Place::new(&[]);
+            let agent = Agent::new();
+            let fd = agent.create(&place.mount.claim("k")).expect("a free key");
+            let path = place.mount.result("k", 1);
+            let draft = agent.open(&path, libc::O_WRONLY | libc::O_CREAT).expect("a draft");
+            for piece in ["one\n", "two\n", "three\n"] {
+                assert_eq!(agent.write(draft, piece), Ok(piece.len() as u64));
+            }
+            place.arm(point);
+            if !by_close {
+                assert_eq!(agent.fsync(draft), Ok(()), "{point}");
+                assert_eq!(fs::read_to_string(&path).expect("told is done"), "one\ntwo\nthree\n", "{point}");
+            }
+            agent.close(draft);
+            place.reached(point);
+            assert_eq!(fs::read_to_string(&path).expect("the result"), "one\ntwo\nthree\n", "{point}, {by_close}");
+            let latest = fs::read_link(path.with_file_name("latest")).expect("the latest");
+            assert_eq!(latest, Path::new("1"), "{point}, {by_close}");
+            assert_eq!(agent.epoch(fd), Ok(1), "{point}, {by_close}: it is held still");
+            agent.close(fd);
+            place.mount.wait_status("k", "finished", |status| status["state"] == "finished");
+            assert_eq!(place.attempts("k"), [(1, Some("completed".into()))], "{point}, {by_close}");
+            drop(agent);
+            place.settle(&["k"]);
+        }
+    }
+}
+
+#[test]
+fn an_expiry_cut_off_passes_the_key_on_once() {
+    for point in ["expiry", "before-commit", "after-commit"] {
+        let place = Place::new(&[]);
+        let (first, next) = (Agent::new(), Agent::new());
+        let fd = first.create(&place.mount.claim("k")).expect("a free key");
+        let handle = next.handle(&place.mount.claim("k"));
+        next.begin_flock(handle, libc::LOCK_EX);
+        place.mount.wait_status("k", "one in line", |status| status["waiters"] == 1);
+        first.set_xattr(&place.mount.claim("k"), "user.lease.ttl", "150ms").expect("a TTL");
+        place.arm(point);
+        next.answer().expect("the line moves at the deadline");
+        place.reached(point);
+        assert_eq!(next.epoch(handle), Ok(2), "{point}");
+        assert_eq!(first.read(fd), Err(Errno::ESTALE), "{point}");
+        assert_eq!(first.write(fd, "late"), Err(Errno::ESTALE), "{point}");
+        first.close(fd);
+        assert_eq!(next.epoch(handle), Ok(2), "{point}: the old handle frees nothing");
+        assert_eq!(place.attempts("k"), [(1, Some("expired".into())), (2, None)], "{point}");
+        place.settle(&["k"]);
+    }
+}
+
+#[test]
+fn what_a_holder_does_is_done_once_wherever_it_is_cut_off() {
+    for point in ["before-commit", "after-commit"] {
+        let place = Place::new(&[]);
+        let mount = &place.mount;
+        let agent = Agent::new();
+        let fd = agent.create(&mount.claim("k")).expect("a free key");
+        let cut = |what: &str, answer: Result<(), Errno>| {
+            assert_eq!(answer, Ok(()), "{what} at {point}");
+            place.reached(point);
+            assert_eq!(agent.epoch(fd), Ok(1), "{what} at {point}");
+        };
+        place.arm(point);
+        cut("note", agent.write(fd, "where I am").map(drop));
+        assert_eq!(mount.status("k")["note"], "where I am");
+        place.arm(point);
+        cut("renewal", agent.touch(fd));
+        place.arm(point);
+        cut("TTL", agent.set_xattr(&mount.claim("k"), "user.lease.ttl", "2h"));
+        assert_eq!(mount.status("k")["ttl_ms"], 7_200_000);
+        let call = |name: &str, arguments: serde_json::Value| agent.call(name, arguments).map(drop);
+        place.arm(point);
+        cut("mkdir", call("mkdir", json!([mount.claim("n"), 0o755])));
+        place.arm(point);
+        cut("chmod", call("chmod", json!([mount.claim("n"), 0o700])));
+        let mode = std::os::unix::fs::MetadataExt::mode(&fs::metadata(mount.claim("n")).expect("the namespace"));
+        assert_eq!(mode & 0o7777, 0o700, "{point}");
+        place.arm(point);
+        cut("rmdir", call("rmdir", json!([mount.claim("n")])));
+        assert!(!mount.claim("n").exists());
+
+        place.arm(point);
+        assert_eq!(agent.unlink(&mount.claim("k")), Ok(()), "unlink at {point}");
+        place.reached(point);
+        mount.wait_status("k", "free", |status| status["state"] == "free");
+        agent.close(fd);
+        assert_eq!(place.attempts("k"), [(1, Some("released".into()))], "{point}");
+        drop(agent);
+        place.settle(&["k"]);
+    }
+}
+
+#[test]
+fn an_eviction_cut_off_hits_its_epoch_once() {
+    for point in ["before-commit", "after-commit"] {
+        let place = Place::new(&[]);
+        let (holder, operator) = (Agent::new(), Agent::new());
+        let fd = holder.create(&place.mount.claim("k")).expect("a free key");
+        let control = operator.open(&place.mount.root().join(".leasefs/control"), libc::O_WRONLY).expect("control");
+        let order = json!({"op": "evict", "key": "k", "epoch": 1, "reason": "it hung"}).to_string();
+        place.arm(point);
+        assert_eq!(operator.write(control, &order), Ok(order.len() as u64), "{point}");
+        place.reached(point);
+        assert_eq!(holder.read(fd), Err(Errno::ESTALE), "{point}");
+        assert_eq!(place.attempts("k"), [(1, Some("evicted".into()))], "{point}");
+        assert_eq!(operator.write(control, &order), Err(Errno::ESTALE), "{point}: it is done");
+        drop((holder, operator));
+        place.settle(&["k"]);
+    }
+}
+
+/// A registry as the first version made it, with a key of five epochs, the last of them with a result.
+const SCHEMA_1: &str = include_str!("schema1.sql");
+
+#[test]
+fn a_migration_cut_off_is_done_by_the_next_server() {
+    let dir = tempfile::tempdir().expect("directory");
+    let orders = dir.path().join("orders");
+    let mut mount = Mount::with_variables(&[], &[("LEASEFS_TEST_ABORT", &orders)]);
+    mount.unmount();
+    for name in ["registry.db", "registry.db-wal", "registry.db-shm"] {
+        let _ = fs::remove_file(mount.state().join(name));
+    }
+    let old = Connection::open(mount.state().join("registry.db")).expect("a registry");
+    old.execute_batch(SCHEMA_1).expect("SQL");
+    drop(old);
+    fs::write(&orders, "migration").expect("order");
+    mount.start(&[]);
+    assert!(!orders.exists(), "a server died in the migration");
+    let status = mount.status("old");
+    assert_eq!((status["epoch"].as_u64(), status["state"].as_str()), (Some(5), Some("free")), "{status}");
+    let agent = Agent::new();
+    let fd = agent.create(&mount.claim("old")).expect("a free key");
+    assert_eq!(agent.epoch(fd), Ok(6), "the epochs go on");
+    drop(agent);
+    mount.verify();
+}
