@@ -35,6 +35,7 @@ const LAYOUT_WORD: usize = 0;
 const HIGH_WORD: usize = 1;
 const EVENT_WORD: usize = 2;
 const SALT_WORD: usize = 3;
+const OVERFLOW_WORD: usize = 4;
 
 /// The content of a slot; word 0 is its kind, never 0.
 pub type Words = [u64; WORDS];
@@ -124,6 +125,16 @@ impl OpenFiles {
         salt.load(Ordering::Acquire)
     }
 
+    /// Whether everything found room: then what is not here is not open.
+    pub fn is_complete(&self) -> bool {
+        self.head(OVERFLOW_WORD).load(Ordering::Acquire) == 0
+    }
+
+    /// The number of the connection's first server; none where it gave out no handle yet.
+    pub fn first_server(&self) -> Option<u64> {
+        Some(self.head(SALT_WORD).load(Ordering::Acquire)).filter(|salt| *salt != 0)
+    }
+
     /// The number of the next event, as it was last kept.
     pub fn next_event(&self) -> u64 {
         self.head(EVENT_WORD).load(Ordering::Acquire)
@@ -151,7 +162,10 @@ impl OpenFiles {
                     self.head(HIGH_WORD).store(u64::from(number), Ordering::Release);
                     Slot(number)
                 }
-                None => return None,
+                None => {
+                    self.head(OVERFLOW_WORD).store(1, Ordering::Release);
+                    return None;
+                }
             }
         };
         for (at, word) in words.iter().enumerate().skip(1) {
@@ -172,12 +186,13 @@ impl OpenFiles {
         self.index.lock().insert(name, slot);
     }
 
-    /// Forgets what was entered under a name.
-    pub fn remove(&self, name: Name) {
+    /// Forgets what was entered under a name; false where there is no such thing.
+    pub fn remove(&self, name: Name) -> bool {
         let slot = self.index.lock().remove(&name);
         if let Some(slot) = slot {
             self.free(slot);
         }
+        slot.is_some()
     }
 
     /// Frees a slot that has no name.

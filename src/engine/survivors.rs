@@ -39,6 +39,8 @@ pub struct Survivors {
     keys: HashMap<KeyId, Left>,
     /// The number of the next event.
     pub next_event: u64,
+    /// Every handle from this one on that is open is among the survivors: what is not is open nowhere.
+    pub complete_since: Option<Handle>,
 }
 
 /// What was left behind of one key.
@@ -48,6 +50,7 @@ pub(super) struct Left {
     pub claims: Vec<(Handle, Option<Epoch>)>,
     shares: Vec<Share>,
     drafts: Vec<(Handle, Epoch)>,
+    complete_since: Option<Handle>,
 }
 
 impl Survivors {
@@ -67,7 +70,7 @@ impl Survivors {
     }
 
     pub(super) fn take(&mut self, key: KeyId) -> Left {
-        self.keys.remove(&key).unwrap_or_default()
+        Left { complete_since: self.complete_since, ..self.keys.remove(&key).unwrap_or_default() }
     }
 }
 
@@ -102,7 +105,17 @@ impl Inner {
         let kept = state.live().is_some();
         let Some(attempt) = state.attempt.as_mut().filter(|attempt| attempt.ended.is_none()) else { return };
         if let Some(holder) = holder {
-            attempt.orphaned = !left.claims.iter().any(|(handle, _)| *handle == holder);
+            let is_open = left.claims.iter().any(|(handle, _)| *handle == holder);
+            if !is_open && left.complete_since.is_some_and(|first| holder >= first) {
+                // Recorded by a commit that failed all the same, after the fault of a disk, so nobody was told of it.
+                attempt.held = false;
+                attempt.why = Some("nobody was told of it".into());
+                attempt.outcome = Some(Outcome::Lost);
+                attempt.ended = Some(now);
+                self.batch.writes.push(Write::End(id, Box::new(attempt.clone())));
+                return;
+            }
+            attempt.orphaned = !is_open;
         } else if !kept {
             let completed = attempt.result.is_some();
             let due = attempt.is_due(now);

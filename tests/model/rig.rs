@@ -158,6 +158,8 @@ pub struct Rig {
     pub engine: Arc<Engine>,
     pub orders: Orders,
     recorder: Recorder,
+    /// The first server's number of the connection.
+    first: u64,
 }
 
 /// The TTL of leases where no namespace sets another, in milliseconds.
@@ -260,7 +262,8 @@ impl Rig {
         let (dir, orders, recorder) = (new_dir(), Orders::default(), Recorder::default());
         let memory = Box::new(recorder.clone());
         let engine = open(storage, &dir, &orders, Start { memory, ..Start::alone("boot-1", now) });
-        Rig { storage, dir: Arc::new(dir), engine, orders, recorder }
+        let first = engine.generation();
+        Rig { storage, dir: Arc::new(dir), engine, orders, recorder, first }
     }
 
     /// Ends the server and starts the next where it left off. One with a journal is killed.
@@ -274,12 +277,13 @@ impl Rig {
         let recorder = Recorder::default();
         let memory = Box::new(recorder.clone());
         let engine = open(storage, &dir, &orders, Start { memory, ..Start::alone(boot_id, now) });
-        Rig { storage, dir, engine, orders, recorder }
+        let first = engine.generation();
+        Rig { storage, dir, engine, orders, recorder, first }
     }
 
     /// The server is killed and another takes its connection over: with the handles that are open, by key.
     pub fn take_over(self, boot_id: &str, now: Now, open_handles: &[OpenHandles]) -> Rig {
-        let Rig { storage, mut dir, engine, orders, recorder } = self;
+        let Rig { storage, mut dir, engine, orders, recorder, first } = self;
         assert_eq!(Arc::strong_count(&engine), 1, "somebody still uses the old engine");
         if storage != Storage::Plain {
             dir = Arc::new(image(dir.path()));
@@ -289,6 +293,7 @@ impl Rig {
         {
             let kept = recorder.0.lock();
             survivors.next_event = kept.next_event;
+            survivors.complete_since = Some(Handle(first << 40));
             for (key, claims, drafts) in open_handles {
                 for handle in claims {
                     survivors.claim(*key, *handle, kept.lost.get(handle).copied());
@@ -303,7 +308,7 @@ impl Rig {
         }
         let (memory, survivors) = (Box::new(recorder.clone()), Some(survivors));
         let engine = open(storage, &dir, &orders, Start { boot_id, now, memory, survivors });
-        Rig { storage, dir, engine, orders, recorder }
+        Rig { storage, dir, engine, orders, recorder, first }
     }
 
     /// Applies the backlog if that is due, as the server's writer does.

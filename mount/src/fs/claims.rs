@@ -295,11 +295,13 @@ impl LeaseFs {
             };
             let piece = fs.with_handle(handle, |open| match open {
                 Open::Claim { snapshot, .. } => {
-                    Some((snapshot.read(offset, size, || Some(record))?, snapshot.length()))
+                    let piece = snapshot.read(offset, size, || Some(record))?;
+                    fs.keep_text(handle, snapshot, offset + piece.len() as u64);
+                    Some(piece)
                 }
                 _ => None,
             });
-            match fs.keep_length(handle, offset, piece.flatten()) {
+            match piece.flatten() {
                 Some(bytes) => reply.data(&bytes),
                 None => reply.error(Errno::EBADF),
             }

@@ -100,11 +100,13 @@ impl LeaseFs {
                 Open::Status { seen, snapshot, .. } => {
                     let piece = snapshot.read(offset, size, fresh);
                     *seen = count.get().unwrap_or(*seen);
-                    Some((piece?, snapshot.length()))
+                    let piece = piece?;
+                    fs.keep_text(handle, snapshot, offset + piece.len() as u64);
+                    Some(piece)
                 }
                 _ => None,
             });
-            match fs.keep_length(handle, offset, piece.flatten()) {
+            match piece.flatten() {
                 Some(bytes) => reply.data(&bytes),
                 None => reply.error(Errno::ESTALE),
             }
@@ -123,11 +125,12 @@ impl LeaseFs {
         let piece = self.with_handle(handle, |open| match open {
             Open::Text(_, snapshot) => {
                 let piece = snapshot.read(offset, size, || text.or_else(|| Some(String::new())))?;
-                Some((piece, snapshot.length()))
+                self.keep_text(handle, snapshot, offset + piece.len() as u64);
+                Some(piece)
             }
             _ => None,
         });
-        match self.keep_length(handle, offset, piece.flatten()) {
+        match piece.flatten() {
             Some(bytes) => reply.data(&bytes),
             None => reply.error(Errno::EBADF),
         }

@@ -14,43 +14,40 @@ use crate::process::Seen;
 
 /// Text read in pieces: taken anew by a read from the start, so that no reader sees half of one and half of another.
 #[derive(Default)]
-pub enum Snapshot {
-    /// Nothing was read yet.
-    #[default]
-    None,
-    /// What was read last.
-    Taken(Arc<str>),
-    /// A server before read a text of so many bytes. Who had all of it must find its end, and not the tail of a newer one.
-    Before(u64),
+pub struct Snapshot {
+    text: Option<Arc<str>>,
+    /// The length of a text that was read by a server before, in bytes, where the text itself is not kept: whoever had
+    /// all of it is to find its end, and not the tail of a newer one.
+    before: u64,
+    /// Taken by the last read.
+    is_new: bool,
 }
 
 impl Snapshot {
+    /// The snapshot that a handle had at a server before: its text, or only its length.
+    pub fn restored(text: Option<String>, length: u64) -> Snapshot {
+        Snapshot { text: text.map(Arc::from), before: length, is_new: false }
+    }
+
     /// The piece at `offset`; `fresh` gives the text where a new one is wanted.
     pub fn read(&mut self, offset: u64, size: u32, fresh: impl FnOnce() -> Option<String>) -> Option<Vec<u8>> {
-        match self {
-            Snapshot::Before(length) if offset > 0 && offset >= *length => return Some(Vec::new()),
-            Snapshot::Taken(_) if offset > 0 => {}
-            _ => *self = Snapshot::Taken(Arc::from(fresh()?)),
+        self.is_new = false;
+        if offset > 0 && self.text.is_none() && self.before > 0 && offset >= self.before {
+            return Some(Vec::new());
         }
-        let Snapshot::Taken(text) = self else { return None };
-        let bytes = text.as_bytes();
+        if offset == 0 || self.text.is_none() {
+            self.text = Some(Arc::from(fresh()?));
+            self.is_new = true;
+        }
+        let bytes = self.text.as_deref().unwrap_or_default().as_bytes();
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
         let end = start.saturating_add(size as usize).min(bytes.len());
         Some(bytes[start..end].to_vec())
     }
 
-    /// The length of what was read last, in bytes; 0 for nothing.
-    pub fn length(&self) -> u64 {
-        match self {
-            Snapshot::None => 0,
-            Snapshot::Taken(text) => text.len() as u64,
-            Snapshot::Before(length) => *length,
-        }
-    }
-
-    /// The snapshot of a handle that a server before read through.
-    pub fn before(length: u64) -> Snapshot {
-        if length == 0 { Snapshot::None } else { Snapshot::Before(length) }
+    /// The text, where the last read took a new one.
+    pub fn new_text(&self) -> Option<Arc<str>> {
+        self.text.clone().filter(|_| self.is_new)
     }
 }
 

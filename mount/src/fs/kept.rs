@@ -5,7 +5,7 @@
 //! a crash may be more than clients were told, never less. What belongs to a request that was not answered is found by
 //! the request's number when it comes again.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use leasefs::engine::{Memory, Survivors};
@@ -30,6 +30,12 @@ const ORDERS: u64 = 7;
 const SHARE: u64 = 8;
 const OWNER: u64 = 9;
 const POLL: u64 = 10;
+/// A piece of a text that is being read.
+const PIECE: u64 = 11;
+
+// A piece's bytes.
+const PIECE_AT: usize = 4;
+const PIECE_BYTES: usize = 8 * (WORDS - PIECE_AT);
 
 // Words of an open file.
 const HANDLE: usize = 1;
@@ -62,6 +68,10 @@ fn open_name(handle: u64) -> Name {
     (CLAIM, handle, 0)
 }
 
+fn piece_name(handle: u64, number: u64) -> Name {
+    (PIECE, handle, number)
+}
+
 fn poll_name(handle: u64) -> Name {
     (POLL, handle, 0)
 }
@@ -87,6 +97,12 @@ fn unpack(words: [u64; 2]) -> Arc<str> {
     let bytes = words.map(u64::to_le_bytes).concat();
     let length = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     Arc::from(String::from_utf8_lossy(&bytes[..length]))
+}
+
+fn piece_of(words: &Words) -> Vec<u8> {
+    let mut bytes: Vec<u8> = words[PIECE_AT..].iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.truncate(usize::try_from(words[3]).unwrap_or(0));
+    bytes
 }
 
 fn process(words: &Words, at: usize) -> Process {
@@ -122,7 +138,7 @@ impl Memory for Kept {
             Standing::Shared(share) => {
                 self.0.insert(share_name(share.handle, share.owner), share_words(key, share));
             }
-            Standing::Unshared(handle, owner) => self.0.remove(share_name(*handle, *owner)),
+            Standing::Unshared(handle, owner) => drop(self.0.remove(share_name(*handle, *owner))),
         }
     }
 
@@ -175,6 +191,8 @@ fn share_of(words: &Words) -> Share {
 pub fn survivors(files: &OpenFiles) -> Survivors {
     let mut left = Survivors::default();
     left.next_event = files.next_event();
+    // Handles carry the number of the server that gave them out, and those of this connection begin with its first.
+    left.complete_since = files.first_server().filter(|_| files.is_complete()).map(|number| Handle(number << 40));
     for (slot, words) in files.all() {
         let (kind, handle) = (words[0], Handle(words[HANDLE]));
         let node = Node::of(fuser::INodeNo(words[INO]));
@@ -236,6 +254,7 @@ impl Shared {
 
     /// Forgets an open file, once what its end means is recorded.
     pub(super) fn forget_kept(&self, handle: u64) {
+        self.forget_text(handle);
         self.files.remove(open_name(handle));
     }
 
@@ -275,13 +294,32 @@ impl Shared {
         now_at
     }
 
-    /// Keeps the length of a text whose reading began. Gives the piece that was read.
-    pub(super) fn keep_length(&self, handle: u64, offset: u64, piece: Option<(Vec<u8>, u64)>) -> Option<Vec<u8>> {
-        let (piece, length) = piece?;
-        if offset == 0 {
-            self.keep_position(handle, length);
+    /// Keeps the text that a read took, as far as it was not read to its end: the rest is to be of the same text.
+    pub(super) fn keep_text(&self, handle: u64, snapshot: &Snapshot, read_to: u64) {
+        let Some(text) = snapshot.new_text() else { return };
+        self.forget_text(handle);
+        self.keep_position(handle, text.len() as u64);
+        if read_to >= text.len() as u64 {
+            return;
         }
-        Some(piece)
+        for (number, piece) in text.as_bytes().chunks(PIECE_BYTES).enumerate() {
+            let mut bytes = [0; PIECE_BYTES];
+            bytes[..piece.len()].copy_from_slice(piece);
+            let mut words = [0; WORDS];
+            (words[0], words[HANDLE], words[2], words[3]) = (PIECE, handle, number as u64, piece.len() as u64);
+            let (chunks, _) = bytes.as_chunks::<8>();
+            for (word, chunk) in words[PIECE_AT..].iter_mut().zip(chunks) {
+                *word = u64::from_le_bytes(*chunk);
+            }
+            self.files.insert(piece_name(handle, number as u64), words);
+        }
+    }
+
+    fn forget_text(&self, handle: u64) {
+        let mut number = 0;
+        while self.files.remove(piece_name(handle, number)) {
+            number += 1;
+        }
     }
 
     /// Keeps how far a reader of events has come.
@@ -323,6 +361,7 @@ impl LeaseFs {
     pub fn restore(&self) -> Vec<u64> {
         let mut polls = Vec::new();
         let mut kept: HashMap<u64, HashSet<u64>> = HashMap::new();
+        let mut texts: HashMap<u64, BTreeMap<u64, Vec<u8>>> = HashMap::new();
         for (slot, words) in self.files.all() {
             match words[0] {
                 OWNER => {
@@ -335,8 +374,16 @@ impl LeaseFs {
                     self.files.free(slot);
                 }
                 SHARE => {}
+                PIECE => {
+                    let (handle, number) = (words[HANDLE], words[2]);
+                    self.files.name(piece_name(handle, number), slot);
+                    texts.entry(handle).or_default().insert(number, piece_of(&words));
+                }
                 _ => self.restore_open(slot, &words),
             }
+        }
+        for (handle, pieces) in texts {
+            self.restore_text(handle, pieces);
         }
         for (handle, numbers) in kept {
             self.with_handle(handle, |open| {
@@ -354,6 +401,18 @@ impl LeaseFs {
         let handles = self.handles.lock();
         let drafts = handles.iter().filter(|(_, open)| matches!(open, Open::Draft(_)));
         drafts.map(|(handle, _)| Handle(*handle)).collect()
+    }
+
+    /// A text whose pieces are not all there was told of to nobody.
+    fn restore_text(&self, handle: u64, pieces: BTreeMap<u64, Vec<u8>>) {
+        let length = self.slot(handle).map_or(0, |slot| self.files.get(slot, POSITION));
+        let text = String::from_utf8(pieces.into_values().flatten().collect()).ok();
+        let text = text.filter(|text| text.len() as u64 == length);
+        self.with_handle(handle, |open| {
+            if let Open::Claim { snapshot, .. } | Open::Status { snapshot, .. } | Open::Text(_, snapshot) = open {
+                *snapshot = Snapshot::restored(text, length);
+            }
+        });
     }
 
     fn restore_owner(&self, slot: Slot, words: &Words) {
@@ -384,11 +443,11 @@ impl LeaseFs {
         Some(match (words[0], node) {
             (CLAIM, Node::Claim(key)) => {
                 let opener = Seen { process: process(words, PID), command: unpack([words[COMM], words[COMM + 1]]) };
-                Open::Claim { key, opener, snapshot: Snapshot::before(words[POSITION]), owners: HashSet::new() }
+                Open::Claim { key, opener, snapshot: Snapshot::restored(None, words[POSITION]), owners: HashSet::new() }
             }
             // Whatever happened meanwhile: whoever polls looks again.
             (STATUS, Node::Status(key)) => {
-                Open::Status { key, seen: u64::MAX, snapshot: Snapshot::before(words[POSITION]) }
+                Open::Status { key, seen: u64::MAX, snapshot: Snapshot::restored(None, words[POSITION]) }
             }
             (DRAFT, Node::Result(key, epoch)) => {
                 let handle = Handle(words[HANDLE]);
@@ -412,7 +471,7 @@ impl LeaseFs {
             (RESULT, Node::Result(key, epoch)) => {
                 Open::Result(key, epoch, Arc::new(self.engine.results.read(key, epoch).ok()?))
             }
-            (TEXT, Node::Control(file)) => Open::Text(file, Snapshot::before(words[POSITION])),
+            (TEXT, Node::Control(file)) => Open::Text(file, Snapshot::restored(None, words[POSITION])),
             (EVENTS, _) => {
                 let (uid, gid) = split(words[WRITERS]);
                 let groups = process::groups(u32::try_from(words[PID]).unwrap_or(0));
