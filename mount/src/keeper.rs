@@ -66,11 +66,11 @@ pub struct Manner {
     pub max_starts: u32,
 }
 
-/// Mounts, and serves until the tree is unmounted. `ready` is called once it answers.
+/// Mounts, and serves until the tree is unmounted. `ready` is called once it answers, with what there is to say of it.
 ///
 /// # Errors
 /// What is wrong and what to do; if `ready` was not called, nothing is mounted.
-pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
+pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> {
     let timeout_s = kernel_mount::request_timeout_s();
     if timeout_s > 0 {
         bail!(
@@ -133,8 +133,9 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce()) -> Result<()> {
         stopping: false,
         last_words: String::new(),
     };
-    keeper.say_how(can_resend, manner.no_resend);
-    match keeper.keep(ready)? {
+    let how = keeper.how(can_resend, manner.no_resend);
+    tracing::info!("{how}");
+    match keeper.keep(|| ready(how))? {
         Ending::Unmounted => {
             tracing::info!("unmounted {}", mounted.0.display());
             service::stopping();
@@ -196,13 +197,21 @@ struct Keeper {
 }
 
 impl Keeper {
-    fn say_how(&self, can_resend: bool, no_resend: bool) {
-        let how = match (self.handover.resend, can_resend, no_resend) {
-            (true, ..) => "unanswered requests are sent again by the kernel: nobody notices",
-            (_, false, _) => "calls that wait end with EINTR, since this kernel (before 6.9) cannot send them again",
-            _ => "calls that wait end with EINTR, as --no-resend asks",
-        };
-        tracing::info!("should the server end, another takes over; {how}");
+    fn how(&self, can_resend: bool, no_resend: bool) -> &'static str {
+        match (self.handover.resend, can_resend, no_resend) {
+            (true, ..) => {
+                "should the server end, another takes over, and the kernel sends it what is unanswered (resend): nobody \
+                 notices"
+            }
+            (_, false, _) => {
+                "should the server end, another takes over; this kernel (before 6.9) has no resend: locks keep their \
+                 place, other calls under way end with EINTR"
+            }
+            _ => {
+                "should the server end, another takes over, without resend: locks keep their place, other calls under way \
+                 end with EINTR"
+            }
+        }
     }
 
     fn keep(&mut self, ready: impl FnOnce()) -> Result<Ending> {

@@ -17,6 +17,8 @@ use crate::server::{self, Plan};
 
 /// Names the descriptor on which a background server says that it is ready or why it is not.
 const READY_FD: &str = "LEASEFS_READY_FD";
+/// How what it says begins when it is ready; there follows what there is to say of it.
+const READY: &str = "ready: ";
 
 /// Arguments of `leasefs mount`.
 #[derive(clap::Args)]
@@ -47,7 +49,7 @@ pub struct Args {
     /// The most lock requests of one uid that may wait
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     max_waiters: usize,
-    /// Have calls that wait end with EINTR when the server is replaced, as kernels before 6.9 must
+    /// Do not have the kernel send unanswered calls again to a new server, as before Linux 6.9: locks keep their place, other calls under way end with EINTR
     #[arg(long)]
     no_resend: bool,
     /// The most servers in a row that may fail to get ready, before the keeper gives up
@@ -117,7 +119,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         (_, Some(ready)) => keep_in_background(&plan, manner, ready),
         (true, None) => {
             log_to_stderr();
-            keeper::run(&plan, manner, || ())?;
+            keeper::run(&plan, manner, |_| ())?;
             Ok(ExitCode::SUCCESS)
         }
         (false, None) => start(&plan.state_dir),
@@ -146,9 +148,9 @@ fn ready_fd() -> Option<OwnedFd> {
 fn keep_in_background(plan: &Plan, manner: Manner, ready: OwnedFd) -> Result<ExitCode> {
     log_to_stderr();
     let mut ready = Some(std::fs::File::from(ready));
-    let outcome = keeper::run(plan, manner, || {
+    let outcome = keeper::run(plan, manner, |how| {
         if let Some(mut pipe) = ready.take() {
-            let _ = pipe.write_all(b"ready");
+            let _ = pipe.write_all(format!("{READY}{how}").as_bytes());
         }
     });
     match (outcome, ready) {
@@ -186,7 +188,8 @@ fn start(state_dir: &Path) -> Result<ExitCode> {
     drop(theirs);
     let mut said = String::new();
     std::fs::File::from(ours).read_to_string(&mut said).context("the keeper's first word")?;
-    if said == "ready" {
+    if let Some(how) = said.strip_prefix(READY) {
+        let _ = writeln!(std::io::stdout(), "{how}");
         return Ok(ExitCode::SUCCESS);
     }
     let status = child.wait().context("the server")?;
