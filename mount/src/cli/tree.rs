@@ -287,7 +287,9 @@ pub fn open_registry(dir: &Path) -> Result<Reader> {
 pub fn trouble(subject: impl std::fmt::Display, error: io::Error) -> anyhow::Error {
     match error.raw_os_error() {
         Some(libc::ENOTCONN | libc::ECONNABORTED) => {
-            anyhow!("{subject}: the tree's server is gone: run `leasefs unmount` and mount it again")
+            anyhow!(
+                "{subject}: its keeper and server are gone: `leasefs mount` it again over the same state, which keeps what is held"
+            )
         }
         Some(libc::EISDIR) => no_key(subject),
         Some(libc::ENOTDIR) => anyhow!("{subject}: a part of it is a key: nothing can be below a key"),
