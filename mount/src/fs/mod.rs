@@ -335,9 +335,10 @@ impl Shared {
         self.careful.store(careful, Ordering::Relaxed);
     }
 
-    /// From here on requests come from the kernel itself, and answers go there.
+    /// From here on requests come from the kernel itself, each for the first time, and answers go there.
     pub fn set_direct(&self) {
         self.direct.store(true, Ordering::Relaxed);
+        self.repeated.lock().clear();
     }
 
     /// Records what was decided, on this thread or, where that may take long, on the writer's.
