@@ -26,7 +26,7 @@ use relay::Relay;
 /// users by `net.core.wmem_default` (208 KiB unless set).
 pub const MAX_WRITE: u32 = 128 * 1024;
 /// Room for a request of the kernel or an answer to it.
-const BUFFER: usize = 1 << 20;
+const BUFFER: usize = 1 << 18;
 /// Numbers to look at on either side of the newest that was handled: of what was read but did not reach its handler.
 /// One reader
 /// has one such request, and each number a forget used up counts; the rest is margin.
@@ -92,7 +92,7 @@ impl Connection<'_> {
             self.flight.answered_init();
             self.replace(number)?;
         }
-        let last = if self.resend { None } else { self.last_read(&relay, takes_over).context("what was read last")? };
+        let last = self.last_read(&relay, takes_over).context("what was read last")?;
         // Not bound to this scope: where taking over fails, the process is to end though the session still waits.
         let running = std::thread::Builder::new().name("session".into()).spawn(|| session.run())?;
         if takes_over {
@@ -117,8 +117,11 @@ impl Connection<'_> {
     /// What the server before had read and nobody has handled. The next such is kept, too.
     fn last_read(&self, relay: &Relay, takes_over: bool) -> io::Result<Option<Vec<u8>>> {
         // What was saved comes first: then what was read last came from here, and is known.
-        let candidates =
-            if takes_over { [self.flight.saved(), lastread::load(&self.last_read)?] } else { [None, None] };
+        let candidates = if takes_over && !self.resend {
+            [self.flight.saved(), lastread::load(&self.last_read)?]
+        } else {
+            [None, None]
+        };
         let is_unanswered =
             |message: &Vec<u8>| Header::of(message).is_some_and(|h| self.is_unanswered(relay, h.unique));
         let last = candidates.into_iter().flatten().find(is_unanswered);
@@ -143,8 +146,8 @@ impl Connection<'_> {
         }
         parked.into_iter().for_each(|place| self.flight.unpark(place));
         self.flight.save(None);
-        if !self.resend && !lastread::is_in_use() {
-            tracing::warn!("should this server end, what it read last would not be known: fuser has changed");
+        if !lastread::is_in_use() {
+            tracing::warn!("should this server be killed, what it reads last may get lost: fuser has changed");
         }
         // Whoever was to be told of a change looks for itself.
         for poll in self.polls {

@@ -5,9 +5,12 @@
 //! effect would be lost. So the buffer that fuser reads into is put into memory that the keeper holds. fuser has no
 //! way to be given a buffer; but it asks for one of a size nobody else asks for, once, when its reader starts. Where
 //! that should change, [`is_in_use`] says so, and what was read last is not known, as it would be without this file.
+//!
+//! The buffer is there before it is read into. The kernel gives no memory to a process that a `SIGKILL` is on its way to,
+//! and a request that it cannot hand out for that is answered with `EIO`: so every server reads into this buffer, also
+//! where the kernel could resend.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::ffi::c_void;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,11 +18,16 @@ use std::os::unix::fs::FileExt;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap};
+
+use crate::connection::MAX_WRITE;
 
 /// What fuser 0.18 asks for.
 const SIZE: usize = 16 * 1024 * 1024 + 4096;
+/// What of it the kernel fills: the largest request.
+const LARGEST: usize = MAX_WRITE as usize + PAGE;
+/// No page is smaller.
+const PAGE: usize = 4096;
 
 /// The buffer to give to whoever asks for one of its size next.
 static OFFERED: AtomicPtr<u8> = AtomicPtr::new(null_mut());
@@ -97,19 +105,21 @@ pub fn load(memory: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
 /// Forgets what is there, and has the next reader of fuser's read into it.
 ///
 /// # Errors
-/// Those of `ftruncate(2)`, `fallocate(2)` and `mmap(2)`.
+/// Those of `ftruncate(2)` and `mmap(2)`.
 pub fn offer(memory: &OwnedFd) -> io::Result<()> {
     nix::unistd::ftruncate(memory, SIZE as i64)?;
-    let whole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    fallocate(memory.as_fd(), whole, 0, SIZE as i64)?;
     let Some(size) = NonZeroUsize::new(SIZE) else { return Ok(()) };
     // SAFETY: a new mapping at an address of the kernel's choice, of a file that has this length and keeps it.
     let at = unsafe {
         mmap(None, size, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, memory.as_fd(), 0)
     };
-    let at: NonNull<c_void> = at?;
-    BUFFER.store(at.as_ptr().cast(), Ordering::Release);
-    OFFERED.store(at.as_ptr().cast(), Ordering::Release);
+    let at: NonNull<u8> = at?.cast();
+    for page in (0..LARGEST).step_by(PAGE) {
+        // SAFETY: within the mapping, which nobody else uses yet. The first of these is the length of what was there.
+        unsafe { at.add(page).cast::<u32>().write_volatile(0) };
+    }
+    BUFFER.store(at.as_ptr(), Ordering::Release);
+    OFFERED.store(at.as_ptr(), Ordering::Release);
     Ok(())
 }
 

@@ -99,5 +99,6 @@ fn lose(shared: &Shared, key: KeyId, epoch: Epoch, proof: &'static str) {
         shared.flush(now);
     }
     shared.timekeeper.need(shared.next_ns());
+    shared.announce();
     tracing::info!("attempt {epoch} of key number {key} is lost: {proof}");
 }

@@ -106,8 +106,18 @@ impl Engine {
 
     /// Calls `then` when everything decided about a key so far is recorded or taken back; at once if it is.
     pub fn when_settled(&self, key: KeyId, now: Now, then: Settled) {
+        self.when_at(key, |entry| entry.unsettled, now, then);
+    }
+
+    /// As [`Engine::when_settled`], and what cannot be taken back, as the end of an attempt, is recorded too: for whoever
+    /// is told how and when it ended. Should the server be killed before that is recorded, the next one finds the end anew.
+    pub fn when_lasting(&self, key: KeyId, now: Now, then: Settled) {
+        self.when_at(key, |entry| entry.changed, now, then);
+    }
+
+    fn when_at(&self, key: KeyId, newest: impl FnOnce(&KeyEntry) -> u64, now: Now, then: Settled) {
         let mut inner = self.inner.lock();
-        if inner.keys.get(&key).is_none_or(|entry| entry.unsettled <= inner.settled) {
+        if inner.keys.get(&key).map(newest).is_none_or(|batch| batch <= inner.settled) {
             drop(inner);
             return then();
         }

@@ -107,7 +107,8 @@ impl Killer {
                 let top = if rng.random_ratio(1, 3) { plan.pause_us } else { plan.pause_us / 4 };
                 std::thread::sleep(Duration::from_micros(rng.random_range(0..=top)));
                 let early = plan.early_once_in > 0 && rng.random_ratio(1, plan.early_once_in);
-                match kill(&root, early.then(|| rng.random_range(0..20_000))) {
+                let killed = if early { kill_twice(&root, rng.random_range(0..20_000)) } else { kill_once(&root) };
+                match killed {
                     Ok(recovery) => {
                         count.fetch_add(recovery.kills.into(), Ordering::Relaxed);
                         recoveries.push(recovery);
@@ -137,9 +138,8 @@ impl Killer {
     }
 }
 
-/// Kills the server, and its successor so many microseconds after that was born, if at all.
-fn kill(root: &Path, early_us: Option<u64>) -> Result<Recovery, String> {
-    let Some(early_us) = early_us else { return kill_once(root) };
+/// Kills the server, and its successor so many microseconds after that was born.
+pub fn kill_twice(root: &Path, early_us: u64) -> Result<Recovery, String> {
     let first = server_pid(root).ok_or("`.leasefs/config` cannot be read")?;
     let keeper = parent_of(first).ok_or("the server has no parent")?;
     let killed = now();

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::common::agent::{Agent, Fd};
 use crate::common::{Mount, wait_for};
-use crate::killer::kill_once;
+use crate::killer::{kill_once, kill_twice};
 
 /// A mount whose servers die at the place named in a file.
 struct Place {
@@ -56,21 +56,8 @@ impl Place {
         rows.collect::<Result<_, _>>().expect("attempts")
     }
 
-    /// Whether the newest attempt of a key has ended in the registry too.
-    fn has_ended(&self, key: &str) -> bool {
-        let flags = OpenFlags::SQLITE_OPEN_READ_ONLY;
-        let db = Connection::open_with_flags(self.mount.state().join("registry.db"), flags).expect("registry");
-        let sql = "SELECT max(a.ended_ms) IS NOT NULL FROM attempts a JOIN keys k ON k.id = key_id AND k.epoch = a.epoch \
-                   WHERE path = ?1";
-        db.query_row(sql, [key], |row| row.get(0)).expect("SQL")
-    }
-
     /// What was told outlives another kill, and the books are right.
     fn settle(self, keys: &[&str]) {
-        // The end of a lease is written a moment after it: killed before, the next server ends it, and says when it did.
-        for key in keys.iter().filter(|key| ["free", "finished"].contains(&self.mount.state_of(key).as_str())) {
-            wait_for("the end is recorded", || self.has_ended(key));
-        }
         let before: Vec<serde_json::Value> = keys.iter().map(|key| self.mount.status(key)).collect();
         kill_once(&self.mount.root()).expect("another server answers");
         for (key, before) in keys.iter().zip(before) {
@@ -126,6 +113,89 @@ fn a_claim_cut_off_before_its_commit_is_granted_once() {
 #[test]
 fn a_claim_cut_off_after_its_commit_is_granted_once() {
     cut_off_claims("after-commit");
+}
+
+/// Without resend the last request that the server read is made again. The others of its batch are told `EINTR`, and
+/// nobody has what was granted to them: whoever tries again gets an epoch of its own.
+#[test]
+fn without_resend_a_claim_that_was_cut_off_is_nobodys() {
+    let place = Place::new(&["--no-resend"]);
+    let agents: Vec<Agent> = (0..8).map(|_| Agent::new()).collect();
+    let mut rounds = 0;
+    let mut given_back = 0;
+    while given_back == 0 {
+        rounds += 1;
+        assert!(rounds < 500, "no batch had two claims in it");
+        place.arm("after-commit");
+        for (at, agent) in agents.iter().enumerate() {
+            // Python tries again by itself where a call is interrupted.
+            let path = place.mount.claim(&format!("k{at}"));
+            agent.begin("open", json!([path, libc::O_RDWR | libc::O_CREAT | libc::O_EXCL, 0o666]));
+        }
+        let mut epochs = 0;
+        for (at, agent) in agents.iter().enumerate() {
+            let fd = agent.answer().unwrap_or_else(|e| panic!("k{at} is free: {e}")).as_i64().expect("a descriptor");
+            let attempts = place.attempts(&format!("k{at}"));
+            assert_eq!(agent.epoch(fd), Ok(attempts.len() as u64), "k{at}: {attempts:?}");
+            epochs += attempts.len();
+            agent.close(fd);
+        }
+        place.reached("after-commit");
+        given_back = epochs - rounds * agents.len();
+    }
+    drop(agents);
+    place.settle(&["k0", "k7"]);
+}
+
+#[test]
+fn without_resend_a_single_claim_cut_off_is_made_again() {
+    for point in ["before-commit", "after-commit"] {
+        for form in FORMS {
+            let place = Place::new(&["--no-resend"]);
+            let agent = Agent::new();
+            place.arm(point);
+            let fd = claim(&agent, &place.mount.claim("k"), form).unwrap_or_else(|e| panic!("{point}, {form}: {e}"));
+            place.reached(point);
+            assert_eq!(agent.epoch(fd), Ok(1), "{point}, {form}");
+            agent.close(fd);
+            place.mount.wait_status("k", "free", |status| status["state"] == "free");
+            assert_eq!(place.attempts("k").len(), 1, "{point}, {form}");
+            drop(agent);
+            place.settle(&["k"]);
+        }
+    }
+}
+
+/// Polls until it is told of something. Without resend a `poll` that is interrupted is told of an error.
+const POLLER: &str = r"
+result = select.POLLERR
+while result == select.POLLERR:
+    result = poll(fd, 0, 20_000)
+";
+
+/// The number of the system call that a process is in.
+fn system_call(pid: i32) -> Option<i64> {
+    fs::read_to_string(format!("/proc/{pid}/syscall")).ok()?.split_whitespace().next()?.parse().ok()
+}
+
+/// Whoever sleeps in `poll(2)` while servers die is woken by the one that lives: also where one died before it had woken
+/// anybody.
+#[test]
+fn a_poll_sleeps_through_no_expiry_however_many_servers_die() {
+    for options in [&[][..], &["--no-resend"]] {
+        let mount = Mount::with(options);
+        let holder = Agent::new();
+        let fd = holder.create(&mount.claim("k")).expect("a free key");
+        holder.begin("script", json!([POLLER, { "fd": fd }]));
+        wait_for("it polls", || system_call(holder.pid()) == Some(libc::SYS_poll));
+        for early_us in [0, 500, 1_000, 2_000, 4_000, 6_000, 8_000, 10_000, 12_000, 16_000] {
+            kill_twice(&mount.root(), early_us).expect("another server answers");
+        }
+        let owner = Agent::new();
+        owner.set_xattr(&mount.claim("k"), "user.lease.ttl", "100ms").expect("a TTL");
+        let events = holder.answer().expect("a poll").as_u64().expect("events");
+        assert_ne!(events & libc::POLLHUP as u64, 0, "{options:?}: it was woken: {events:#x}");
+    }
 }
 
 #[test]

@@ -35,7 +35,8 @@ impl<'a> Relay<'a> {
         for end in [&ours, &theirs] {
             setsockopt(end, SndBuf, &SEND_BUFFER)?;
         }
-        Ok((Relay { pair: ours, device, buffer: RefCell::new(vec![0; BUFFER]) }, theirs))
+        // Written to, so that the memory is there: see `lastread`.
+        Ok((Relay { pair: ours, device, buffer: RefCell::new(vec![0xff; BUFFER]) }, theirs))
     }
 
     /// Says something to the session.

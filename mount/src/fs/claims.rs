@@ -306,7 +306,7 @@ impl LeaseFs {
                 None => reply.error(Errno::EBADF),
             }
         };
-        self.engine.when_settled(key, now, Box::new(answer));
+        self.engine.when_lasting(key, now, Box::new(answer));
     }
 
     pub(super) fn note_stale(&self, key: KeyId, now: Now) {

@@ -111,7 +111,7 @@ impl LeaseFs {
                 None => reply.error(Errno::ESTALE),
             }
         };
-        self.engine.when_settled(key, now, Box::new(answer));
+        self.engine.when_lasting(key, now, Box::new(answer));
     }
 
     pub(super) fn read_text(&self, handle: u64, file: Control, offset: u64, size: u32, reply: ReplyData) {
@@ -231,12 +231,16 @@ impl LeaseFs {
         }
         let now = clock::now();
         let events = match what {
+            // Who is told that the lease is lost must not find it again after a crash.
             Some(What::Claim(key)) => {
                 self.expire(key, now);
-                match self.engine.view(key, |entry, _| entry.state.lost.contains(&Handle(handle))) {
-                    Some(false) => ready,
-                    _ => PollEvents::POLLHUP | PollEvents::POLLERR | PollEvents::POLLIN,
-                }
+                let fs = self.clone();
+                let answer = move || {
+                    let lost = fs.engine.view(key, |entry, _| entry.state.lost.contains(&Handle(handle)));
+                    let hang_up = PollEvents::POLLHUP | PollEvents::POLLERR | PollEvents::POLLIN;
+                    reply.poll(if lost == Some(false) { ready } else { hang_up });
+                };
+                return self.engine.when_lasting(key, now, Box::new(answer));
             }
             Some(What::Status(key, seen)) => {
                 self.expire(key, now);
@@ -252,10 +256,12 @@ impl LeaseFs {
         };
         reply.poll(events);
     }
+}
 
+impl Shared {
     /// Answers and wakes whoever follows what happens. Wake-ups of pollers are left to the timekeeper: the kernel is
     /// not to be notified from inside a request.
-    pub(super) fn announce(&self) {
+    pub fn announce(&self) {
         if !self.parked.lock().readers.is_empty() {
             self.answer_events();
         }
@@ -264,9 +270,7 @@ impl LeaseFs {
             self.timekeeper.wake();
         }
     }
-}
 
-impl Shared {
     /// What a reader of events is to be given now, at most `size` bytes, and the number it goes on from.
     fn take_events(&self, handle: u64, size: usize) -> (Vec<u8>, u64) {
         let taken = self.with_handle(handle, |open| {
@@ -318,18 +322,17 @@ impl Shared {
         }
         let mut polls = self.polls.lock();
         let keys = changed.iter().filter_map(|key| polls.keys.remove(key)).flatten();
-        let mut due: Vec<(u64, PollNotifier)> = keys.collect();
-        due.extend(polls.events.drain());
+        let mut due: Vec<PollNotifier> = keys.map(|(_, notifier)| notifier).collect();
+        due.extend(polls.events.drain().map(|(_, notifier)| notifier));
         // With both locks held, or it would be taken from somebody who just began to wait.
         let parked = self.parked.lock();
         if polls.keys.is_empty() && parked.readers.is_empty() {
             self.engine.set_watched(false);
         }
         drop((polls, parked));
-        for (handle, notifier) in due {
+        for notifier in due {
             // A poller that is gone is no error.
             let _ = notifier.notify();
-            self.forget_poll(handle);
         }
     }
 

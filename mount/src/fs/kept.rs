@@ -329,8 +329,12 @@ impl Shared {
         }
     }
 
-    /// Keeps who is polled for.
+    /// Keeps who is polled for, for as long as the handle is open: whoever was woken may not have heard of it, and who is
+    /// woken once too often looks again. The kernel has one number for each open file.
     pub(super) fn keep_poll(&self, handle: u64, poll: u64) {
+        if self.files.find(poll_name(handle)).is_some() {
+            return;
+        }
         let mut words = [0; WORDS];
         (words[0], words[HANDLE], words[2]) = (POLL, handle, poll);
         self.files.insert(poll_name(handle), words);
@@ -368,10 +372,10 @@ impl LeaseFs {
                     kept.entry(words[2]).or_default().insert(words[1]);
                     self.restore_owner(slot, &words);
                 }
-                // Woken, whoever polls looks again.
+                // Woken, whoever polls looks again. Kept all the same: this server may die before it has woken anybody.
                 POLL => {
                     polls.push(words[2]);
-                    self.files.free(slot);
+                    self.files.name(poll_name(words[HANDLE]), slot);
                 }
                 SHARE => {}
                 PIECE => {

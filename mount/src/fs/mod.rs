@@ -292,9 +292,6 @@ impl LeaseFs {
 
     /// The handle that this very request was given before, where it comes again and its answer may have got lost.
     fn handle_given_to(&self, caller: &Caller) -> Option<u64> {
-        if !caller.is_repeated {
-            return None;
-        }
         self.repeated.lock().remove(&caller.request().0)
     }
 
@@ -407,5 +404,6 @@ impl Shared {
             self.writer.need(self.engine.apply_ns());
         }
         self.timekeeper.need(self.next_ns());
+        self.announce();
     }
 }
