@@ -128,6 +128,13 @@ impl Mount {
         });
     }
 
+    /// Waits until the registry's file has all that was decided so far, for whoever reads that: the server keeps it in a
+    /// journal for a moment.
+    pub fn wait_applied(&self) {
+        let file = fs::File::open(self.root().join(".leasefs/version")).expect("the tree is served");
+        file.sync_all().expect("the registry can be written");
+    }
+
     /// The server's pid, from `.leasefs/config`.
     pub fn server_pid(&self) -> Option<i32> {
         self.pid_of("pid")

@@ -204,6 +204,7 @@ fn judge(
     }
     let found = results::read(mount, &judged);
     let whole = results::are_their_own(history, &found)?;
+    mount.wait_applied();
     let (rows, keys) = registry::read_settled(&mount.state(), namespace);
     let books = registry::balance(history, &rows, &keys)?;
     // And once more as a tree mounted anew has it.

@@ -48,6 +48,7 @@ impl Place {
 
     /// The epochs of a key and how each attempt ended, as the registry has them.
     fn attempts(&self, key: &str) -> Vec<(u64, Option<String>)> {
+        self.mount.wait_applied();
         let flags = OpenFlags::SQLITE_OPEN_READ_ONLY;
         let db = Connection::open_with_flags(self.mount.state().join("registry.db"), flags).expect("registry");
         let sql = "SELECT a.epoch, outcome FROM attempts a JOIN keys ON keys.id = key_id WHERE path = ?1 ORDER BY 1";
@@ -354,8 +355,11 @@ fn a_migration_cut_off_is_done_by_the_next_server() {
     let orders = dir.path().join("orders");
     let mut mount = Mount::with_variables(&[], &[("LEASEFS_TEST_ABORT", &orders)]);
     mount.unmount();
-    for name in ["registry.db", "registry.db-wal", "registry.db-shm"] {
-        let _ = fs::remove_file(mount.state().join(name));
+    // A state directory as the first version left it: with a registry, and nothing that came later.
+    for entry in fs::read_dir(mount.state()).expect("the state directory").flatten() {
+        if entry.path().is_file() {
+            fs::remove_file(entry.path()).expect("a file of ours");
+        }
     }
     let old = Connection::open(mount.state().join("registry.db")).expect("a registry");
     old.execute_batch(SCHEMA_1).expect("SQL");

@@ -66,6 +66,7 @@ fn s1_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
     for key in history.keys() {
         wait_for("all handles are closed", || mount.state_of(&key) == "free");
     }
+    mount.wait_applied();
     let (rows, keys) = registry::read_settled(&mount.state(), &namespace);
     let books = registry::balance(&history, &rows, &keys)?;
     let is_claim = |op: Op| matches!(op, Op::Claim { .. });

@@ -77,6 +77,7 @@ fn s2_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
         wait_for("all handles are closed", || ["free", "finished"].contains(&mount.state_of(&key).as_str()));
     }
     let results = results::are_their_own(&history, &results::read(mount, &history.keys()))?;
+    mount.wait_applied();
     let (rows, keys) = registry::read_settled(&mount.state(), &namespace);
     let books = registry::balance(&history, &rows, &keys)?;
     outcomes_match(&history, &rows)?;

@@ -293,6 +293,7 @@ fn s3_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
     for key in &keys {
         wait_for("all handles are closed", || mount.state_of(key) == "free");
     }
+    mount.wait_applied();
     let (rows, epochs) = registry::read_settled(&mount.state(), &namespace);
     let books = registry::balance(&history, &rows, &epochs)?;
     print_round(round, &history, &fleet, &deadlines, &books, &report);
