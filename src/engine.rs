@@ -13,11 +13,13 @@ mod orphans;
 mod settle;
 mod survivors;
 mod tree;
+mod unread;
 
 pub use survivors::{Memory, Oblivious, Survivors};
 pub use tree::Asked;
+use unread::{Need, Unread};
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -33,7 +35,7 @@ use crate::machine::{Input, KeyState, Reply};
 use crate::metrics::{Gauges, Metrics};
 use crate::namespaces::{Credentials, Namespaces};
 use crate::probe;
-use crate::registry::{Backlog, Checkpoint, NamespaceRow, Read, Registry, StoredResult};
+use crate::registry::{Backlog, Checkpoint, NamespaceRow, Read, Registry, StoredResult, Which};
 use crate::results::Results;
 use crate::time::Now;
 use crate::ttl::Ttl;
@@ -122,6 +124,8 @@ struct Inner {
     changed: Vec<KeyId>,
     watched: bool,
     memory: Box<dyn Memory>,
+    /// What was not read yet; none once all was.
+    unread: Option<Unread>,
 }
 
 /// How an engine begins.
@@ -182,10 +186,16 @@ impl Engine {
         results: Results,
         start: Start<'_>,
     ) -> Result<Engine, Error> {
-        let loaded = registry.load(start.boot_id, start.now)?;
+        let mut loaded = registry.load(start.boot_id, start.now)?;
         let generation = loaded.generation;
-        let (reader, mut checkpointer) = (registry.reader()?, registry.checkpointer()?);
+        let (mut reader, mut checkpointer) = (registry.reader()?, registry.checkpointer()?);
+        let known: HashSet<u64> = loaded.keys.iter().map(|known| known.row.id).collect();
+        for id in start.survivors.iter().flat_map(Survivors::keys).filter(|id| !known.contains(&id.0)) {
+            loaded.keys.extend(reader.keys(Which::Number(id))?);
+        }
+        let unread = Unread::new(registry.reader()?, loaded.last_key, start.now);
         let mut inner = Inner::new(config, loaded, start);
+        inner.unread = unread;
         let writes = std::mem::take(&mut inner.batch.writes);
         if !writes.is_empty() {
             registry.commit(&writes, false)?;
@@ -234,9 +244,13 @@ impl Engine {
     pub fn submit(&self, key: KeyId, input: Input, now: Now, done: Done) {
         let mut ready = Ready::new();
         {
-            let mut inner = self.inner.lock();
-            inner.submit(key, input, now, done, &mut ready);
-            self.publish_hints(&inner);
+            match self.knowing(Need::Key(key)) {
+                Ok(mut inner) => {
+                    inner.submit(key, input, now, done, &mut ready);
+                    self.publish_hints(&inner);
+                }
+                Err(error) => ready.push((done, Err(error))),
+            }
         }
         answer(ready);
     }
@@ -479,7 +493,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Storage`].
     pub fn result_of(&self, key: KeyId, epoch: Epoch) -> Result<Option<StoredResult>, Error> {
-        let newest = self.view(key, |entry, _| {
+        let newest = self.knowing(Need::Key(key))?.keys.get(&key).map(|entry| {
             let attempt = entry.state.attempt.as_ref().filter(|attempt| attempt.epoch == epoch);
             let known = attempt.map(|a| {
                 a.result.map(|r| StoredResult { size: r.size, committed_ms: r.committed_ms, uid: a.claimant.uid })
@@ -506,7 +520,8 @@ impl Engine {
 
     /// Counts and announces a refusal that the state machine did not see.
     pub fn note_stale(&self, key: KeyId, epoch: Epoch, now: Now) {
-        let mut inner = self.inner.lock();
+        // Of a key that cannot be read, nothing can be said.
+        let Ok(mut inner) = self.knowing(Need::Key(key)) else { return };
         inner.note(now, Kind::Stale, key, epoch);
         self.publish_hints(&inner);
     }
@@ -528,14 +543,21 @@ impl Engine {
     }
 
     /// `.leasefs/metrics`.
-    pub fn metrics(&self) -> String {
-        let inner = self.inner.lock();
-        inner.metrics.render(Gauges { held: inner.held, waiting: inner.waiting.len(), keys: inner.keys.len() })
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn metrics(&self) -> Result<String, Error> {
+        let inner = self.knowing(Need::All)?;
+        let gauges = Gauges { held: inner.held, waiting: inner.waiting.len(), keys: inner.keys.len() };
+        Ok(inner.metrics.render(gauges))
     }
 
     /// Keys that ever were.
-    pub fn key_count(&self) -> usize {
-        self.inner.lock().keys.len()
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn key_count(&self) -> Result<usize, Error> {
+        Ok(self.knowing(Need::All)?.keys.len())
     }
 
     /// Most bytes in a result.

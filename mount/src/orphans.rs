@@ -65,10 +65,8 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
             }
             continue;
         }
-        let asked = shared.engine.look(|_, keys| {
-            let name = |key: &KeyId| keys.get(key).map(|entry| entry.key.split().1.to_owned()).unwrap_or_default();
-            orphans.iter().map(|(key, _)| (Node::Claim(*key).ino().0, name(key))).collect()
-        });
+        let name = |key| shared.engine.view(key, |entry, _| entry.key.split().1.to_owned()).unwrap_or_default();
+        let asked = orphans.iter().map(|(key, _)| (Node::Claim(*key).ino().0, name(*key))).collect();
         let look = look::look(&asked, connections);
         nobody.retain(|orphan, _| orphans.contains(orphan));
         for (key, epoch) in orphans {

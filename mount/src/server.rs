@@ -7,6 +7,7 @@ use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use leasefs::engine::Start;
@@ -22,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::connection::{self, Connection};
 use crate::flight::{Flight, STRIKES, Struck};
-use crate::fs::{Kept, LeaseFs, Settings, survivors};
+use crate::fs::{Kept, LeaseFs, Settings, Shared, survivors};
 use crate::handover::{Handover, Passed};
 use crate::kernel_mount::{self, Options};
 use crate::openfiles::OpenFiles;
@@ -113,6 +114,10 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         if !takes_over && !answers(mountpoint) {
             tracing::warn!("{} does not answer yet", mountpoint.display());
         }
+        // Not before: whoever waits for an answer comes first.
+        if let Err(error) = timekeeper::spawn("keys", fs.shared(), read_keys) {
+            tracing::warn!("keys are read when they are asked for only: {error}");
+        }
         ready();
     })?;
     fs.shared().engine.flush(clock::now());
@@ -154,6 +159,26 @@ fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<(
     timekeeper::spawn("orphans", shared, move |shared| orphans::look_after(shared, &connections))?;
     std::thread::Builder::new().name("signals".into()).spawn(move || unmount_on_signal(&mountpoint, signals))?;
     Ok(())
+}
+
+/// Reads all keys that nobody has asked for yet.
+fn read_keys(shared: &Shared) {
+    const RETRY: Duration = Duration::from_secs(30);
+    loop {
+        match shared.engine.read_on() {
+            // What of it has to be recorded is the timekeeper's business.
+            Ok(more) => {
+                shared.timekeeper.need(shared.next_ns());
+                if !more {
+                    return;
+                }
+            }
+            Err(error) => {
+                tracing::warn!("keys that nobody has asked for yet cannot be read: {error}");
+                std::thread::sleep(RETRY);
+            }
+        }
+    }
 }
 
 /// The keeper is who is to be told to stop; but a service manager may tell every process. Both then unmount, which is

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use super::survivors::Left;
 use super::{Config, Inner, KeyEntry, MAX_CLOSES, Ready, Start};
 use crate::batch::{Answer, Batch, Done, Logged, Note, Waiting};
 use crate::error::Error;
@@ -11,7 +12,7 @@ use crate::key::Key;
 use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Standing, Step};
 use crate::metrics::Metrics;
 use crate::namespaces::{Namespaces, Node};
-use crate::registry::{Loaded, NamespaceRow, Write};
+use crate::registry::{Loaded, LoadedKey, NamespaceRow, Write};
 use crate::time::Now;
 
 impl Inner {
@@ -25,7 +26,7 @@ impl Inner {
             namespaces: Namespaces::load(loaded.namespaces, root.clone()),
             config,
             keys: HashMap::new(),
-            last_key: 0,
+            last_key: loaded.last_key.0,
             deadlines: BTreeSet::new(),
             orphans: BTreeSet::new(),
             waiting: Waiting::default(),
@@ -41,6 +42,7 @@ impl Inner {
             changed: Vec::new(),
             watched: false,
             memory,
+            unread: None,
         };
         let stored = inner.namespaces.get(NamespaceId::ROOT).map_or_else(|| root.clone(), |root| root.row.clone());
         // A mode nobody chose follows --allow-other.
@@ -50,39 +52,44 @@ impl Inner {
             inner.batch.writes.push(Write::Namespace(row));
         }
         for known in loaded.keys {
-            let id = KeyId(known.row.id);
-            inner.last_key = inner.last_key.max(id.0);
-            let (above, name) = known.row.key.split();
-            let Some(namespace) = inner.namespaces.find(above) else { continue };
-            inner.namespaces.link(namespace, name.into(), Node::Key(id));
-            let mut state = KeyState {
-                epoch: Epoch(known.row.epoch),
-                attempt: known.attempt,
-                previous_outcome: known.previous_outcome,
-                finished: known.row.finished,
-                latest_result: known.latest_result,
-                last_request: known.last_request,
-                ..KeyState::default()
-            };
-            let left = survivors.take(id);
-            let opens = left.claims.len();
-            inner.adopt(id, &mut state, left, now);
-            let entry = KeyEntry {
-                key: known.row.key,
-                namespace,
-                state,
-                unsettled: 0,
-                changed: 0,
-                armed_ns: None,
-                counted: None,
-                opens,
-                orphaned_why: None,
-            };
-            inner.keys.insert(id, entry);
-            inner.refresh(id);
-            inner.forget_unused(id, now);
+            let left = survivors.take(KeyId(known.row.id));
+            inner.admit(known, left, now);
         }
         inner
+    }
+
+    /// Takes in a key from the registry, with what else was left of it. One that was never claimed and is in nobody's use
+    /// is forgotten.
+    pub(super) fn admit(&mut self, known: LoadedKey, left: Left, now: Now) {
+        let id = KeyId(known.row.id);
+        let (above, name) = known.row.key.split();
+        let Some(namespace) = self.namespaces.find(above) else { return };
+        self.namespaces.link(namespace, name.into(), Node::Key(id));
+        let mut state = KeyState {
+            epoch: Epoch(known.row.epoch),
+            attempt: known.attempt,
+            previous_outcome: known.previous_outcome,
+            finished: known.row.finished,
+            latest_result: known.latest_result,
+            last_request: known.last_request,
+            ..KeyState::default()
+        };
+        let opens = left.claims.len();
+        self.adopt(id, &mut state, left, now);
+        let entry = KeyEntry {
+            key: known.row.key,
+            namespace,
+            state,
+            unsettled: 0,
+            changed: 0,
+            armed_ns: None,
+            counted: None,
+            opens,
+            orphaned_why: None,
+        };
+        self.keys.insert(id, entry);
+        self.refresh(id);
+        self.forget_unused(id, now);
     }
 
     pub(super) fn is_present(&self, node: Node) -> bool {
@@ -152,6 +159,7 @@ impl Inner {
         }
         let (namespace, name) = (entry.namespace, entry.key.split().1.to_owned());
         self.keys.remove(&id);
+        self.unlearn(id);
         self.namespaces.unlink(namespace, &name, Node::Key(id));
         self.touch_batch(now);
         self.batch.writes.push(Write::Forget(id));

@@ -69,6 +69,11 @@ impl Survivors {
         self.keys.entry(key).or_default().drafts.push((handle, epoch));
     }
 
+    /// The keys of which anything was left.
+    pub(super) fn keys(&self) -> impl Iterator<Item = KeyId> {
+        self.keys.keys().copied()
+    }
+
     pub(super) fn take(&mut self, key: KeyId) -> Left {
         Left { complete_since: self.complete_since, ..self.keys.remove(&key).unwrap_or_default() }
     }

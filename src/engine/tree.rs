@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::unread::Need;
 use super::{Engine, Inner, KeyEntry};
 use crate::batch::{Done, Settled};
 use crate::error::Error;
@@ -29,7 +30,7 @@ impl Engine {
     /// [`Error::BadKey`] for a name §1 rules out.
     pub fn child(&self, parent: NamespaceId, name: &[u8]) -> Result<Option<Node>, Error> {
         let name = crate::key::part(name)?;
-        let inner = self.inner.lock();
+        let inner = self.knowing(Need::Name(parent, name.as_bytes()))?;
         Ok(inner.namespaces.child(parent, name).filter(|node| inner.is_present(*node)))
     }
 
@@ -39,7 +40,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Exists`] where the path is a namespace, [`Error::BadKey`] for a path §1 rules out.
     pub fn open_name(&self, parent: NamespaceId, name: &[u8], now: Now) -> Result<KeyId, Error> {
-        let mut inner = self.inner.lock();
+        let mut inner = self.knowing(Need::Name(parent, name))?;
         let id = inner.intern(parent, name, now)?;
         inner.opened(id);
         self.publish_hints(&inner);
@@ -49,9 +50,9 @@ impl Engine {
     /// As [`Engine::open_name`], for a key whose number is known.
     ///
     /// # Errors
-    /// [`Error::NotFound`].
+    /// [`Error::NotFound`], [`Error::Storage`].
     pub fn open_key(&self, key: KeyId) -> Result<(), Error> {
-        if self.inner.lock().opened(key) { Ok(()) } else { Err(Error::NotFound) }
+        if self.knowing(Need::Key(key))?.opened(key) { Ok(()) } else { Err(Error::NotFound) }
     }
 
     /// Takes [`Engine::open_name`] back: the open was refused.
@@ -62,25 +63,40 @@ impl Engine {
     }
 
     /// The number of a key by its path.
-    pub fn find(&self, key: &Key) -> Option<KeyId> {
-        let inner = self.inner.lock();
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn find(&self, key: &Key) -> Result<Option<KeyId>, Error> {
         let (above, name) = key.split();
-        match inner.namespaces.child(inner.namespaces.find(above)?, name)? {
-            Node::Key(id) => Some(id),
-            Node::Namespace(_) => None,
+        let Some(above) = self.look(|tree| tree.find(above)) else { return Ok(None) };
+        match self.child(above, name.as_bytes())? {
+            Some(Node::Key(id)) => Ok(Some(id)),
+            Some(Node::Namespace(_)) | None => Ok(None),
         }
     }
 
-    /// Looks at a key and the tree around it.
+    /// Looks at a key and the tree around it. None where there is no such key, and where it cannot be read.
     pub fn view<R>(&self, key: KeyId, look: impl FnOnce(&KeyEntry, &Namespaces) -> R) -> Option<R> {
-        let inner = self.inner.lock();
+        let inner = self.knowing(Need::Key(key)).ok()?;
         inner.keys.get(&key).map(|entry| look(entry, &inner.namespaces))
     }
 
-    /// Looks at the tree of namespaces, and at keys by their number.
-    pub fn look<R>(&self, look: impl FnOnce(&Namespaces, &HashMap<KeyId, KeyEntry>) -> R) -> R {
-        let inner = self.inner.lock();
-        look(&inner.namespaces, &inner.keys)
+    /// Looks at the tree of namespaces; which keys are in them is for [`Engine::look_into`].
+    pub fn look<R>(&self, look: impl FnOnce(&Namespaces) -> R) -> R {
+        look(&self.inner.lock().namespaces)
+    }
+
+    /// Looks at the keys in a namespace, by their number.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn look_into<R>(
+        &self,
+        namespace: NamespaceId,
+        look: impl FnOnce(&Namespaces, &HashMap<KeyId, KeyEntry>) -> R,
+    ) -> Result<R, Error> {
+        let inner = self.knowing(Need::Below(namespace))?;
+        Ok(look(&inner.namespaces, &inner.keys))
     }
 
     /// Calls `then` when everything decided so far is recorded; at once where nothing is outstanding.
@@ -132,7 +148,10 @@ impl Engine {
     /// Makes a namespace. `done` is told once it is recorded, or else
     /// [`Error::Exists`] where the name is taken, also by a key that ever was; [`Error::BadKey`].
     pub fn mkdir(&self, parent: NamespaceId, name: &[u8], mode: u32, asked: &Asked<'_>, done: Done) {
-        let mut inner = self.inner.lock();
+        let mut inner = match self.knowing(Need::Name(parent, name)) {
+            Ok(inner) => inner,
+            Err(error) => return done(Err(error)),
+        };
         let now = asked.now;
         let planned = inner.namespaces.plan_mkdir(parent, name, mode, asked.who, now.wall_ms * 1_000_000);
         let row = match planned {
@@ -153,7 +172,10 @@ impl Engine {
     /// anybody but root and the owners of it and of the namespace above, once there were keys in it;
     /// [`Error::NotFound`].
     pub fn rmdir(&self, parent: NamespaceId, name: &[u8], asked: &Asked<'_>, done: Done) {
-        let mut inner = self.inner.lock();
+        let mut inner = match self.knowing(Need::Inside(parent, name)) {
+            Ok(inner) => inner,
+            Err(error) => return done(Err(error)),
+        };
         match inner.plan_rmdir(parent, name, asked.who) {
             Ok(row) => {
                 inner.removes = inner.batch.number;

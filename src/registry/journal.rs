@@ -26,7 +26,7 @@ use super::sqlite::{Check, SqliteRegistry};
 use super::sqlite_read::Mark;
 use super::sqlite_write::misfit;
 use super::tape::{self, FORMAT, SEGMENT_BYTES, Tape};
-use super::{Backlog, Checkpoint, Loaded, Read, Registry, StoredResult, Write};
+use super::{Backlog, Checkpoint, Loaded, LoadedKey, Read, Registry, StoredResult, Which, Write};
 use crate::error::Error;
 use crate::ids::{Epoch, KeyId};
 use crate::time::Now;
@@ -234,6 +234,11 @@ impl Read for JournalRead {
         found.dedup();
         found.truncate(limit);
         Ok(found)
+    }
+
+    fn keys(&mut self, which: Which<'_>) -> Result<Vec<LoadedKey>, Error> {
+        // The journal was put in the database before anything was read, and has nothing of the keys asked for since.
+        self.0.keys(which)
     }
 }
 

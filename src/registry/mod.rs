@@ -8,6 +8,7 @@ pub mod journal;
 mod seal;
 pub mod sqlite;
 mod sqlite_fault;
+mod sqlite_keys;
 mod sqlite_read;
 mod sqlite_write;
 mod tape;
@@ -154,15 +155,32 @@ pub struct AttemptRow {
     pub result: Option<(u64, i64)>,
 }
 
-/// Everything the engine keeps in memory, as it was stored.
+/// What the engine begins with, as it was stored. The keys in nobody's use are read later, by [`Read::keys`].
 #[derive(Debug, Default)]
 pub struct Loaded {
     /// Counts the servers that ever ran on this state directory, this one included.
     pub generation: u64,
     /// Every namespace.
     pub namespaces: Vec<NamespaceRow>,
-    /// Every key with its newest attempt and the outcome of the one before.
+    /// The keys with an attempt that has not ended.
     pub keys: Vec<LoadedKey>,
+    /// The highest number of any key.
+    pub last_key: KeyId,
+}
+
+/// Which keys to read.
+#[derive(Clone, Copy, Debug)]
+pub enum Which<'a> {
+    /// Those with an attempt that has not ended.
+    Alive,
+    /// That of this number.
+    Number(KeyId),
+    /// That of this path.
+    Named(&'a str),
+    /// All below the namespace of this path, and below those in it.
+    Below(&'a str),
+    /// The first ones above a number, lowest first, at most so many.
+    After(KeyId, usize),
 }
 
 /// A key with its newest attempt.
@@ -193,7 +211,7 @@ pub struct StoredResult {
 
 /// The writing side: one owner, one transaction at a time.
 pub trait Registry: Send {
-    /// Reads everything at start. Attempts from before a reboot come back as `lost` and no longer registered.
+    /// Reads at start what cannot be read later. Attempts from before a reboot come back as `lost` and no longer registered.
     ///
     /// # Errors
     /// [`Error::Storage`] where the registry cannot be read.
@@ -224,7 +242,7 @@ pub trait Registry: Send {
     fn checkpointer(&self) -> Result<Box<dyn Checkpoint>, Error>;
 }
 
-/// Looks up ended attempts, which the engine does not keep in memory.
+/// Looks up what the engine does not keep in memory: ended attempts, and keys that nobody has used yet.
 pub trait Read: Send {
     /// The result of an attempt.
     ///
@@ -237,6 +255,12 @@ pub trait Read: Send {
     /// # Errors
     /// [`Error::Storage`].
     fn results(&mut self, key: KeyId, after: Epoch, limit: usize) -> Result<Vec<Epoch>, Error>;
+
+    /// Keys as they were when the engine began. Of one that was written to since, it may give what was before that.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    fn keys(&mut self, which: Which<'_>) -> Result<Vec<LoadedKey>, Error>;
 }
 
 /// What a registry has accepted but not yet put in its place.

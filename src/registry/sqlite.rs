@@ -5,25 +5,21 @@
 //! same. Checkpoints run on a connection of their own and leave the log its size, so that it is written over: syncing a
 //! file that grows costs twice as much.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use rusqlite::{Connection, OpenFlags, Row, TransactionBehavior, params};
+use rusqlite::{Connection, OpenFlags, TransactionBehavior, params};
 
 use super::coalesce::Op;
 use super::seal::Seal;
 use super::sqlite_fault::{corrupt, fault};
+use super::sqlite_keys::keys;
 use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, check_version, mark};
 pub use super::sqlite_read::{Reader, can_serve};
 use super::sqlite_write::{Failure, replay};
-use super::{AttemptRow, Checkpoint, KeyRow, Loaded, LoadedKey, NamespaceRow, Read, Registry, Write};
+use super::{Checkpoint, Loaded, NamespaceRow, Read, Registry, Which, Write};
 use crate::error::Error;
-use crate::ids::{Epoch, Handle, NamespaceId, Owner, RequestId};
-use crate::key::Key;
-use crate::machine::{Attempt, Claimant, Outcome, Process, ResultMeta};
+use crate::ids::{KeyId, NamespaceId, RequestId};
 use crate::time::Now;
-use crate::ttl::Ttl;
 
 /// File name in the state directory.
 pub const FILE: &str = "registry.db";
@@ -63,6 +59,7 @@ CREATE TABLE attempts(
     result_draft INTEGER,
     PRIMARY KEY(key_id, epoch)) WITHOUT ROWID;
 CREATE INDEX committed ON attempts(key_id, epoch) WHERE result_ms IS NOT NULL;
+CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
 ";
 
 /// From schema 1: no lease outlives the server of that version, so what it did not keep is nobody's.
@@ -73,13 +70,8 @@ ALTER TABLE attempts DROP COLUMN owner;
 ALTER TABLE attempts ADD COLUMN owners BLOB NOT NULL DEFAULT x'';
 ALTER TABLE attempts RENAME COLUMN req_unique TO request;
 ALTER TABLE attempts ADD COLUMN result_draft INTEGER;
+CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
 ";
-
-/// The columns of an attempt, in the order [`attempt_row`] and [`attempt`] read them.
-pub(super) const ATTEMPT_COLUMNS: &str = "a.key_id, a.epoch, a.pid, a.start_time, a.uid, a.gid, a.command, a.via, \
-     a.since_ms, a.renewed_ms, a.expires_ms, a.ttl_ms, a.note, a.outcome, a.reason, a.ended_ms, a.registered, \
-     a.result_size, a.result_ms, a.opener_pid, a.opener_start, a.locker_pid, a.locker_start, a.deadline_ns, a.handle, \
-     a.owners, a.request, a.held, a.result_draft";
 
 /// The writing connection.
 pub struct SqliteRegistry {
@@ -251,16 +243,6 @@ impl Registry for SqliteRegistry {
     }
 }
 
-/// Lock owners from eight bytes each.
-fn owners(bytes: &[u8]) -> Vec<Owner> {
-    let (numbers, _) = bytes.as_chunks::<8>();
-    numbers.iter().map(|number| Owner(u64::from_le_bytes(*number))).collect()
-}
-
-fn result_meta(size: u64, committed_ms: i64, draft: Option<u64>) -> ResultMeta {
-    ResultMeta { size, committed_ms, draft: Handle(draft.unwrap_or(0)) }
-}
-
 fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, rusqlite::Error> {
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let meta = |name: &str| -> Result<Option<String>, rusqlite::Error> {
@@ -309,118 +291,10 @@ fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, 
             })
         })?
         .collect::<Result<Vec<_>, _>>()?;
-    let sql = format!(
-        "SELECT {ATTEMPT_COLUMNS}, k.id, k.path, k.epoch, k.finished, k.pruned, p.outcome, k.request FROM keys k \
-         LEFT JOIN attempts a ON a.key_id = k.id AND a.epoch = k.epoch \
-         LEFT JOIN attempts p ON p.key_id = k.id AND p.epoch = k.epoch - 1 ORDER BY k.id"
-    );
-    let latest: HashMap<u64, (Epoch, ResultMeta)> = tx
-        .prepare(
-            "SELECT key_id, max(epoch), result_size, result_ms, result_draft FROM attempts WHERE result_ms IS NOT NULL GROUP BY key_id",
-        )?
-        .query_map([], |row| {
-            Ok((row.get(0)?, (Epoch(row.get(1)?), result_meta(row.get(2)?, row.get(3)?, row.get(4)?))))
-        })?
-        .collect::<Result<_, _>>()?;
-    let keys = tx
-        .prepare(&sql)?
-        .query_map([], |row| {
-            let row_of_key = key_row(row, 29)?;
-            Ok(LoadedKey {
-                latest_result: latest.get(&row_of_key.id).copied(),
-                row: row_of_key,
-                attempt: row.get::<_, Option<u64>>(0)?.map(|_| attempt(row)).transpose()?,
-                previous_outcome: outcome(row.get(34)?),
-                last_request: RequestId(row.get::<_, i64>(35)?.cast_unsigned()),
-            })
-        })?
-        .collect::<Result<Vec<_>, _>>()?;
+    let keys = keys(&tx, Which::Alive)?;
+    let last_key = tx.query_row("SELECT coalesce(max(id), 0) FROM keys", [], |row| row.get(0)).map(KeyId)?;
     tx.commit()?;
-    Ok(Loaded { generation, namespaces, keys })
-}
-
-pub(super) fn key_row(row: &Row<'_>, first: usize) -> Result<KeyRow, rusqlite::Error> {
-    let path: String = row.get(first + 1)?;
-    let key = Key::parse(&path).map_err(|e| bad_value(first + 1, format!("key {path:?}: {e}")))?;
-    Ok(KeyRow {
-        id: row.get(first)?,
-        key,
-        epoch: row.get(first + 2)?,
-        finished: row.get(first + 3)?,
-        pruned: row.get(first + 4)?,
-    })
-}
-
-pub(super) fn attempt_row(row: &Row<'_>) -> Result<AttemptRow, rusqlite::Error> {
-    let result = match (row.get::<_, Option<u64>>(17)?, row.get::<_, Option<i64>>(18)?) {
-        (Some(size), Some(at)) => Some((size, at)),
-        _ => None,
-    };
-    Ok(AttemptRow {
-        key_id: row.get(0)?,
-        epoch: row.get(1)?,
-        pid: row.get(2)?,
-        start_time: row.get(3)?,
-        uid: row.get(4)?,
-        gid: row.get(5)?,
-        command: row.get(6)?,
-        via: row.get(7)?,
-        since_ms: row.get(8)?,
-        renewed_ms: row.get(9)?,
-        expires_ms: row.get(10)?,
-        ttl_ms: row.get(11)?,
-        note: row.get(12)?,
-        outcome: row.get(13)?,
-        reason: row.get(14)?,
-        ended_ms: row.get(15)?,
-        registered: row.get(16)?,
-        result,
-    })
-}
-
-fn attempt(row: &Row<'_>) -> Result<Attempt, rusqlite::Error> {
-    let stored = attempt_row(row)?;
-    let deadline_ns: u64 = row.get(23)?;
-    // Only the deadline is measured by CLOCK_BOOTTIME; the other times are shown, not compared.
-    let at = |wall_ms: i64| Now {
-        boot_ns: deadline_ns.saturating_add_signed((wall_ms - stored.expires_ms).saturating_mul(1_000_000)),
-        wall_ms,
-    };
-    let process = |pid: usize| Ok::<_, rusqlite::Error>(Process { pid: row.get(pid)?, start_time: row.get(pid + 1)? });
-    Ok(Attempt {
-        epoch: Epoch(stored.epoch),
-        via: stored.via.parse().map_err(|()| bad_value(7, format!("via {:?}", stored.via)))?,
-        claimant: Claimant {
-            uid: stored.uid,
-            gid: stored.gid,
-            holder: Process { pid: stored.pid, start_time: stored.start_time },
-            opener: process(19)?,
-            locker: process(21)?,
-            command: Arc::from(stored.command.as_str()),
-            request: RequestId(row.get::<_, i64>(26)?.cast_unsigned()),
-        },
-        handle: Handle(row.get(24)?),
-        owners: owners(row.get_ref(25)?.as_blob()?),
-        ttl: Ttl::from_millis(stored.ttl_ms).map_err(|e| bad_value(11, e.to_string()))?,
-        since: at(stored.since_ms),
-        renewed: at(stored.renewed_ms),
-        deadline_ns,
-        note: Arc::from(stored.note.as_str()),
-        held: row.get(27)?,
-        registered: stored.registered,
-        orphaned: false,
-        why: stored.reason.as_deref().map(Arc::from),
-        outcome: outcome(stored.outcome.clone()),
-        ended: stored.ended_ms.map(at),
-        result: match stored.result {
-            Some((size, committed_ms)) => Some(result_meta(size, committed_ms, row.get(28)?)),
-            None => None,
-        },
-    })
-}
-
-fn outcome(word: Option<String>) -> Option<Outcome> {
-    word.and_then(|word| word.parse().ok())
+    Ok(Loaded { generation, namespaces, keys, last_key })
 }
 
 pub(super) fn bad_value(column: usize, what: String) -> rusqlite::Error {

@@ -8,12 +8,11 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension, params};
 
 use super::journal::{self, Left, plan};
 use super::seal::Seal;
-use super::sqlite::{
-    APPLICATION_ID, ATTEMPT_COLUMNS, BUSY, FILE, SCHEMA_VERSION, attempt_row, bad_value, key_row, pragma, reading_flags,
-};
+use super::sqlite::{APPLICATION_ID, BUSY, FILE, SCHEMA_VERSION, bad_value, pragma, reading_flags};
 use super::sqlite_fault::{corrupt, fault};
+use super::sqlite_keys::{ATTEMPT_COLUMNS, attempt_row, key_row, keys};
 use super::sqlite_write::{Failure, replay};
-use super::{AttemptRow, Checkpoint, KeyRow, Read, StoredResult};
+use super::{AttemptRow, Checkpoint, KeyRow, LoadedKey, Read, StoredResult, Which};
 use crate::error::Error;
 use crate::ids::{Epoch, KeyId};
 use crate::key::Key;
@@ -37,7 +36,7 @@ pub(super) fn mark(connection: &Connection) -> Result<Option<Mark>, rusqlite::Er
     text.map(|text| parse(&text).ok_or_else(|| bad_value(0, format!("meta journal {text:?}")))).transpose()
 }
 
-/// Lookups of ended attempts by the server.
+/// Lookups of idle keys and ended attempts by the server.
 pub(super) struct SqliteRead(Connection);
 
 impl SqliteRead {
@@ -68,6 +67,10 @@ impl Read for SqliteRead {
                 .collect::<Result<Vec<_>, _>>()
         };
         read().map_err(|e: rusqlite::Error| fault(&e))
+    }
+
+    fn keys(&mut self, which: Which<'_>) -> Result<Vec<LoadedKey>, Error> {
+        keys(&self.0, which).map_err(|e| fault(&e))
     }
 }
 

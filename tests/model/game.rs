@@ -201,7 +201,7 @@ impl Game {
     }
 
     fn id(&self, seat: usize) -> Option<KeyId> {
-        self.rig().engine.find(&self.seats[seat].key)
+        self.rig().engine.find(&self.seats[seat].key).expect("keys can be read")
     }
 
     fn look<R>(&self, seat: usize, look: impl FnOnce(&KeyEntry) -> R) -> Option<R> {
@@ -258,7 +258,7 @@ impl Game {
             Input::Commit { handle, size } => *size = content(*handle).len() as u64,
             _ => {}
         }
-        let key = engine.find(&seat.key).expect("it was opened or known");
+        let key = engine.find(&seat.key).expect("keys can be read").expect("it was opened or known");
         let asked =
             Entry::Asked { input: input.clone(), now_ns: self.now_ns, told: Vec::new(), seen: false, again: false };
         let history = Arc::clone(&seat.history);
@@ -408,7 +408,7 @@ impl Game {
         let _ = engine.tick(now);
         let kept: HashSet<Handle> = handles.iter().flat_map(|(_, claims, _)| claims.iter().copied()).collect();
         for seat in &self.seats {
-            if engine.find(&seat.key).is_none() {
+            if engine.find(&seat.key).expect("keys can be read").is_none() {
                 // Whoever opened it was not answered before it had a number, and asks again.
                 for _ in &seat.opened {
                     engine.open_name(seat.parent, seat.name.as_bytes(), now).expect("a key's name");
@@ -430,7 +430,7 @@ impl Game {
                 }
             }
             for (number, input) in again {
-                let known = engine.find(&seat.key);
+                let known = engine.find(&seat.key).expect("keys can be read");
                 match (&input, known) {
                     (Input::Create { handle, .. }, Some(_)) if kept.contains(handle) => {}
                     (Input::Create { .. }, _) => {
@@ -439,7 +439,7 @@ impl Game {
                     (Input::Lock { wait: Some(waiter), .. }, _) => while engine.new_waiter() <= *waiter {},
                     _ => {}
                 }
-                let Some(key) = engine.find(&seat.key) else { panic!("{input:?} of a key nobody knows") };
+                let Ok(Some(key)) = engine.find(&seat.key) else { panic!("{input:?} of a key nobody knows") };
                 let engine_of = Arc::downgrade(&engine);
                 let silenced = Arc::clone(&self.silenced);
                 let told = Teller { history: Arc::clone(&history), number, engine: engine_of, silenced };
@@ -500,13 +500,14 @@ impl Game {
         let (mut held, mut waiting, mut wake_ns) = (0, 0, u64::MAX);
         for (at, seat) in self.seats.iter().enumerate() {
             let Some(id) = self.id(at) else { continue };
-            let listed = engine.look(|tree, _| tree.list_files(seat.parent, 0).contains(&Node::Key(id)));
+            let listed = engine.look_into(seat.parent, |tree, _| tree.list_files(seat.parent, 0).contains(&Node::Key(id)));
+            let listed = listed.expect("keys can be read");
             prop_assert_eq!(self.look(at, |entry| entry.state.has_file()), Some(listed), "the listing of {}", seat.key);
             held += self.look(at, |entry| usize::from(entry.state.live().is_some())).unwrap_or(0);
             waiting += self.look(at, |entry| entry.state.line.len()).unwrap_or(0);
             wake_ns = wake_ns.min(self.look(at, |entry| entry.state.deadline_ns()).flatten().unwrap_or(u64::MAX));
         }
-        let metrics = engine.metrics();
+        let metrics = engine.metrics().expect("keys can be read");
         for (name, value) in [("held", held), ("waiting", waiting)] {
             prop_assert!(metrics.contains(&format!("\nleasefs_{name} {value}\n")), "{} {}: {}", name, value, metrics);
         }
@@ -516,7 +517,7 @@ impl Game {
 
     /// Every result that was committed is there with its own bytes; how many there are.
     fn check_results(&self, seat: &Seat) -> Result<usize, TestCaseError> {
-        let Some(id) = self.rig().engine.find(&seat.key) else { return Ok(0) };
+        let Some(id) = self.rig().engine.find(&seat.key).expect("keys can be read") else { return Ok(0) };
         let mut epochs: HashMap<Handle, Epoch> = HashMap::new();
         let mut committed = HashSet::new();
         for entry in seat.history.lock().iter() {

@@ -80,7 +80,7 @@ fn take(rig: &Rig, told: &Arc<Mutex<Told>>, act: Act) {
         told.requests += 1;
         told.requests
     };
-    let parent = |dir: usize| engine.look(|tree, _| tree.find(DIRS[dir]));
+    let parent = |dir: usize| engine.look(|tree| tree.find(DIRS[dir]));
     let acknowledge = |path: String, there: bool| {
         let told = Arc::clone(told);
         move |reply: Result<Reply, Error>| {
@@ -147,17 +147,17 @@ fn take(rig: &Rig, told: &Arc<Mutex<Told>>, act: Act) {
 }
 
 fn is_present(rig: &Rig, id: NamespaceId) -> bool {
-    rig.engine.look(|tree, _| tree.get(id).is_some_and(|namespace| namespace.row.present))
+    rig.engine.look(|tree| tree.get(id).is_some_and(|namespace| namespace.row.present))
 }
 
 /// The present namespaces, and the keys with their epochs, as found by name.
 fn found(rig: &Rig) -> (BTreeSet<String>, BTreeMap<String, u64>) {
     let (mut dirs, mut keys) = (BTreeSet::new(), BTreeMap::new());
     for path in (0..DIRS.len()).flat_map(|dir| (0..NAMES.len()).map(move |name| join(dir, name))) {
-        if rig.engine.look(|tree, _| tree.find(&path)).is_some_and(|id| is_present(rig, id)) {
+        if rig.engine.look(|tree| tree.find(&path)).is_some_and(|id| is_present(rig, id)) {
             dirs.insert(path.clone());
         }
-        let id = rig.engine.find(&Key::parse(&path).expect("a key"));
+        let id = rig.engine.find(&Key::parse(&path).expect("a key")).expect("keys can be read");
         if let Some(epoch) = id.and_then(|id| rig.engine.view(id, |entry, _| entry.state.epoch.0)) {
             keys.insert(path, epoch);
         }
@@ -211,7 +211,7 @@ fn play(storage: Storage, turns: &[Turn]) -> Result<(), TestCaseError> {
     prop_assert_eq!(&found_dirs, &dirs, "the namespaces that were acknowledged");
     let claimed: BTreeMap<_, _> = found_keys.into_iter().filter(|(_, epoch)| *epoch > 0).collect();
     prop_assert_eq!(&claimed, &told.claims, "the epochs that were told");
-    let listed = rig.engine.look(|tree, keys| {
+    let listed = rig.engine.look_into(NamespaceId::ROOT, |tree, keys| {
         let nodes = tree.list(NamespaceId::ROOT, 0).collect::<Vec<_>>();
         let name = |node: &Node| match node {
             Node::Namespace(id) => tree.get(*id).map(|namespace| namespace.name().to_owned()),
@@ -219,6 +219,7 @@ fn play(storage: Storage, turns: &[Turn]) -> Result<(), TestCaseError> {
         };
         nodes.iter().filter_map(name).collect::<Vec<_>>()
     });
+    let listed = listed.expect("keys can be read");
     prop_assert_eq!(listed.iter().collect::<BTreeSet<_>>().len(), listed.len(), "listed twice: {:?}", &listed);
     prop_assert_eq!(rig.violations(), vec![]);
     drop(told);

@@ -360,7 +360,7 @@ impl LeaseFs {
         let process = self.processes.identify(req.pid()).process;
         let uid = req.uid();
         let owns = |tree: &leasefs::namespaces::Namespaces| tree.get(parent).is_some_and(|ns| ns.row.uid == uid);
-        let may_forget = uid == 0 || self.engine.look(|tree, _| owns(tree));
+        let may_forget = uid == 0 || self.engine.look(|tree| owns(tree));
         let input = Input::Unlink { process, may_forget, uid, request: req.request() };
         self.engine.submit(key, input, clock::now(), Box::new(|result| finish(reply, result)));
     }

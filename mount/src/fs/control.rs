@@ -118,7 +118,7 @@ impl LeaseFs {
         let fresh = || match file {
             Control::Version => Some(format!("{}\n", self.settings.version)),
             Control::Config => serde_json::to_string(&self.settings).ok().map(|json| json + "\n"),
-            Control::Metrics => Some(self.engine.metrics()),
+            Control::Metrics => self.engine.metrics().ok(),
             Control::Events | Control::Orders => None,
         };
         let text = if offset == 0 { fresh() } else { None };
@@ -176,9 +176,11 @@ impl LeaseFs {
         };
         let uid = req.uid();
         let may_evict_all = uid == 0 || uid == self.settings.mount_owner;
-        let Some(id) = self.engine.find(&key) else {
+        let id = match self.engine.find(&key) {
+            Ok(Some(id)) => id,
             // Whether there is such a key is not for everybody to know.
-            return reply.error(if may_evict_all { Errno::ENOENT } else { Errno::EACCES });
+            Ok(None) => return reply.error(if may_evict_all { Errno::ENOENT } else { Errno::EACCES }),
+            Err(error) => return reply.error(errno(&error)),
         };
         let owns = self.engine.view(id, |entry, tree| tree.get(entry.namespace).is_some_and(|ns| ns.row.uid == uid));
         if !may_evict_all && owns != Some(true) {

@@ -48,7 +48,7 @@ impl LeaseFs {
     fn ttl_of(&self, ino: INodeNo) -> Option<Ttl> {
         match Node::of(ino)? {
             Node::Namespace(Tree::Claims, id) => {
-                let ms = self.engine.look(|tree, _| tree.get(id).and_then(|namespace| namespace.row.ttl_ms))?;
+                let ms = self.engine.look(|tree| tree.get(id).and_then(|namespace| namespace.row.ttl_ms))?;
                 Ttl::from_millis(ms).ok()
             }
             Node::Claim(key) => self.engine.view(key, |entry, _| entry.state.live().map(|attempt| attempt.ttl))?,
@@ -59,7 +59,7 @@ impl LeaseFs {
     fn set_ttl(&self, req: &Caller, ino: INodeNo, ttl: Option<Ttl>, reply: ReplyEmpty) {
         match (Node::of(ino), ttl) {
             (Some(Node::Namespace(Tree::Claims, id)), ttl) => {
-                let owner = self.engine.look(|tree, _| tree.get(id).map(|namespace| namespace.row.uid));
+                let owner = self.engine.look(|tree| tree.get(id).map(|namespace| namespace.row.uid));
                 // A TTL decides over everybody's leases below, so it is the owner's, as the mode is.
                 if req.uid() != 0 && owner != Some(req.uid()) {
                     return reply.error(Errno::EPERM);
@@ -356,14 +356,18 @@ impl Filesystem for LeaseFs {
 
     fn statfs(&self, req: &Request, ino: INodeNo, reply: ReplyStatfs) {
         let _handling = self.handling(req, opcode::STATFS, ino);
+        let keys = match self.engine.key_count() {
+            Ok(count) => count as u64,
+            Err(error) => return reply.error(crate::errno::errno(&error)),
+        };
         // The state directory's disk is what can fill up.
         match nix::sys::statvfs::statvfs(&self.settings.state_dir) {
             Ok(disk) => reply.statfs(
                 disk.blocks(),
                 disk.blocks_free(),
                 disk.blocks_available(),
-                self.engine.key_count() as u64,
-                KeyId::MAX.0 - self.engine.key_count() as u64,
+                keys,
+                KeyId::MAX.0 - keys,
                 u32::try_from(disk.block_size()).unwrap_or(4096),
                 255,
                 u32::try_from(disk.fragment_size()).unwrap_or(4096),

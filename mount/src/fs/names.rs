@@ -126,7 +126,7 @@ impl LeaseFs {
     /// as long as a file in it is open, and would take it for dead.
     fn generation(&self, node: Node) -> Generation {
         let Node::Namespace(_, id) = node else { return Generation(0) };
-        Generation(self.engine.look(|tree, _| tree.get(id).map_or(0, |namespace| namespace.row.made)))
+        Generation(self.engine.look(|tree| tree.get(id).map_or(0, |namespace| namespace.row.made)))
     }
 
     pub(super) fn do_getattr(&self, req: &Caller, ino: INodeNo, handle: Option<u64>, reply: ReplyAttr) {
@@ -152,7 +152,7 @@ impl LeaseFs {
             Node::Root | Node::ControlDir => fixed(FileType::Directory, 0o755),
             Node::Control(Control::Orders) => fixed(FileType::RegularFile, 0o222),
             Node::Control(_) => fixed(FileType::RegularFile, 0o444),
-            Node::Namespace(tree, id) => self.engine.look(|tree_of, _| {
+            Node::Namespace(tree, id) => self.engine.look(|tree_of| {
                 let row = &tree_of.get(id).filter(|namespace| namespace.row.present)?.row;
                 let mode = if tree == Tree::Status { row.mode & !0o222 } else { row.mode };
                 Some(directory(node, row, mode))
@@ -168,10 +168,10 @@ impl LeaseFs {
                     Times { mtime: at(entry.state.changed_at.wall_ms), ctime: at(entry.state.changed_at.wall_ms) };
                 attr(node, FileType::RegularFile, mode & 0o444, entry.file_uid(tree), gid, size, times)
             }),
-            Node::ResultDir(key) => self.engine.look(|tree, keys| {
-                let row = &tree.get(keys.get(&key)?.namespace)?.row;
+            Node::ResultDir(key) => self.engine.view(key, |entry, tree| {
+                let row = &tree.get(entry.namespace)?.row;
                 Some(directory(node, row, row.mode))
-            }),
+            })?,
             Node::Latest(key) => self.engine.view(key, |entry, tree| {
                 let (_, uid, gid) = namespace_of(entry, tree);
                 let (epoch, result) = entry.state.latest_result?;
@@ -189,7 +189,7 @@ impl LeaseFs {
     }
 
     fn root_gid(&self) -> u32 {
-        self.engine.look(|tree, _| tree.get(NamespaceId::ROOT).map_or(0, |root| root.row.gid))
+        self.engine.look(|tree| tree.get(NamespaceId::ROOT).map_or(0, |root| root.row.gid))
     }
 
     pub(super) fn do_setattr(&self, req: &Caller, ino: INodeNo, change: Change, reply: ReplyAttr) {
@@ -290,7 +290,7 @@ impl LeaseFs {
                 (Node::ControlDir, ".leasefs"),
             ]),
             Node::ControlDir => fixed(&Control::ALL.map(|file| (Node::Control(file), file.name()))),
-            Node::Namespace(tree, id) => self.engine.look(|namespaces, keys| {
+            Node::Namespace(tree, id) => self.engine.look_into(id, |namespaces, keys| {
                 let nodes: Vec<namespaces::Node> = match tree {
                     Tree::Claims => namespaces.list_files(id, after),
                     _ => namespaces.list(id, after).collect(),
@@ -308,7 +308,7 @@ impl LeaseFs {
                     }
                 };
                 nodes.into_iter().filter_map(shown).take(CHUNK).collect()
-            }),
+            })?,
             Node::ResultDir(key) => {
                 let latest = self.engine.view(key, |entry, _| entry.state.latest_result).flatten();
                 let link = latest.filter(|_| after == 0).map(|_| (1, Node::Latest(key), "latest".to_owned()));

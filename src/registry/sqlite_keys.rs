@@ -1,0 +1,154 @@
+//! Keys and attempts as they are read from their rows.
+
+use std::sync::Arc;
+
+use rusqlite::{Connection, Params, Row, params};
+
+use super::sqlite::bad_value;
+use super::{AttemptRow, KeyRow, LoadedKey, Which};
+use crate::ids::{Epoch, Handle, Owner, RequestId};
+use crate::key::Key;
+use crate::machine::{Attempt, Claimant, Outcome, Process, ResultMeta};
+use crate::time::Now;
+use crate::ttl::Ttl;
+
+/// The columns of an attempt, in the order [`attempt_row`] and [`attempt`] read them.
+pub(super) const ATTEMPT_COLUMNS: &str = "a.key_id, a.epoch, a.pid, a.start_time, a.uid, a.gid, a.command, a.via, \
+     a.since_ms, a.renewed_ms, a.expires_ms, a.ttl_ms, a.note, a.outcome, a.reason, a.ended_ms, a.registered, \
+     a.result_size, a.result_ms, a.opener_pid, a.opener_start, a.locker_pid, a.locker_start, a.deadline_ns, a.handle, \
+     a.owners, a.request, a.held, a.result_draft";
+
+/// Reads keys with all that the engine keeps of them, in no order but where `which` gives one.
+pub(super) fn keys(connection: &Connection, which: Which<'_>) -> Result<Vec<LoadedKey>, rusqlite::Error> {
+    // '0' is what comes after '/'.
+    match which {
+        Which::Alive => select(connection, "k.id IN (SELECT key_id FROM attempts WHERE ended_ms IS NULL)", []),
+        Which::Number(id) => select(connection, "k.id = ?1", [id.0]),
+        Which::Named(path) => select(connection, "k.path = ?1", [path]),
+        Which::Below("") => select(connection, "true", []),
+        Which::Below(path) => select(connection, "k.path >= ?1 || '/' AND k.path < ?1 || '0'", [path]),
+        Which::After(id, limit) => select(connection, "k.id > ?1 ORDER BY k.id LIMIT ?2", params![id.0, limit]),
+    }
+}
+
+fn select(connection: &Connection, which: &str, params: impl Params) -> Result<Vec<LoadedKey>, rusqlite::Error> {
+    connection
+        .prepare_cached(&format!(
+            "SELECT {ATTEMPT_COLUMNS}, k.id, k.path, k.epoch, k.finished, k.pruned, p.outcome, k.request, \
+             r.epoch, r.result_size, r.result_ms, r.result_draft FROM keys k \
+             LEFT JOIN attempts a ON a.key_id = k.id AND a.epoch = k.epoch \
+             LEFT JOIN attempts p ON p.key_id = k.id AND p.epoch = k.epoch - 1 \
+             LEFT JOIN attempts r ON r.key_id = k.id AND r.epoch = \
+             (SELECT max(epoch) FROM attempts WHERE key_id = k.id AND result_ms IS NOT NULL) WHERE {which}"
+        ))?
+        .query_map(params, loaded_key)?
+        .collect()
+}
+
+fn loaded_key(row: &Row<'_>) -> Result<LoadedKey, rusqlite::Error> {
+    let latest_result = match row.get::<_, Option<u64>>(36)? {
+        Some(epoch) => Some((Epoch(epoch), result_meta(row.get(37)?, row.get(38)?, row.get(39)?))),
+        None => None,
+    };
+    Ok(LoadedKey {
+        row: key_row(row, 29)?,
+        attempt: row.get::<_, Option<u64>>(0)?.map(|_| attempt(row)).transpose()?,
+        previous_outcome: outcome(row.get(34)?),
+        latest_result,
+        last_request: RequestId(row.get::<_, i64>(35)?.cast_unsigned()),
+    })
+}
+
+pub(super) fn key_row(row: &Row<'_>, first: usize) -> Result<KeyRow, rusqlite::Error> {
+    let path: String = row.get(first + 1)?;
+    let key = Key::parse(&path).map_err(|e| bad_value(first + 1, format!("key {path:?}: {e}")))?;
+    Ok(KeyRow {
+        id: row.get(first)?,
+        key,
+        epoch: row.get(first + 2)?,
+        finished: row.get(first + 3)?,
+        pruned: row.get(first + 4)?,
+    })
+}
+
+pub(super) fn attempt_row(row: &Row<'_>) -> Result<AttemptRow, rusqlite::Error> {
+    let result = match (row.get::<_, Option<u64>>(17)?, row.get::<_, Option<i64>>(18)?) {
+        (Some(size), Some(at)) => Some((size, at)),
+        _ => None,
+    };
+    Ok(AttemptRow {
+        key_id: row.get(0)?,
+        epoch: row.get(1)?,
+        pid: row.get(2)?,
+        start_time: row.get(3)?,
+        uid: row.get(4)?,
+        gid: row.get(5)?,
+        command: row.get(6)?,
+        via: row.get(7)?,
+        since_ms: row.get(8)?,
+        renewed_ms: row.get(9)?,
+        expires_ms: row.get(10)?,
+        ttl_ms: row.get(11)?,
+        note: row.get(12)?,
+        outcome: row.get(13)?,
+        reason: row.get(14)?,
+        ended_ms: row.get(15)?,
+        registered: row.get(16)?,
+        result,
+    })
+}
+
+fn attempt(row: &Row<'_>) -> Result<Attempt, rusqlite::Error> {
+    let stored = attempt_row(row)?;
+    let deadline_ns: u64 = row.get(23)?;
+    // Only the deadline is measured by CLOCK_BOOTTIME; the other times are shown, not compared.
+    let at = |wall_ms: i64| Now {
+        boot_ns: deadline_ns.saturating_add_signed((wall_ms - stored.expires_ms).saturating_mul(1_000_000)),
+        wall_ms,
+    };
+    let process = |pid: usize| Ok::<_, rusqlite::Error>(Process { pid: row.get(pid)?, start_time: row.get(pid + 1)? });
+    Ok(Attempt {
+        epoch: Epoch(stored.epoch),
+        via: stored.via.parse().map_err(|()| bad_value(7, format!("via {:?}", stored.via)))?,
+        claimant: Claimant {
+            uid: stored.uid,
+            gid: stored.gid,
+            holder: Process { pid: stored.pid, start_time: stored.start_time },
+            opener: process(19)?,
+            locker: process(21)?,
+            command: Arc::from(stored.command.as_str()),
+            request: RequestId(row.get::<_, i64>(26)?.cast_unsigned()),
+        },
+        handle: Handle(row.get(24)?),
+        owners: owners(row.get_ref(25)?.as_blob()?),
+        ttl: Ttl::from_millis(stored.ttl_ms).map_err(|e| bad_value(11, e.to_string()))?,
+        since: at(stored.since_ms),
+        renewed: at(stored.renewed_ms),
+        deadline_ns,
+        note: Arc::from(stored.note.as_str()),
+        held: row.get(27)?,
+        registered: stored.registered,
+        orphaned: false,
+        why: stored.reason.as_deref().map(Arc::from),
+        outcome: outcome(stored.outcome.clone()),
+        ended: stored.ended_ms.map(at),
+        result: match stored.result {
+            Some((size, committed_ms)) => Some(result_meta(size, committed_ms, row.get(28)?)),
+            None => None,
+        },
+    })
+}
+
+fn outcome(word: Option<String>) -> Option<Outcome> {
+    word.and_then(|word| word.parse().ok())
+}
+
+/// Lock owners from eight bytes each.
+fn owners(bytes: &[u8]) -> Vec<Owner> {
+    let (numbers, _) = bytes.as_chunks::<8>();
+    numbers.iter().map(|number| Owner(u64::from_le_bytes(*number))).collect()
+}
+
+fn result_meta(size: u64, committed_ms: i64, draft: Option<u64>) -> ResultMeta {
+    ResultMeta { size, committed_ms, draft: Handle(draft.unwrap_or(0)) }
+}
