@@ -100,18 +100,25 @@ impl Inner {
                 let may_be = id > unread.read_to && id <= unread.last && !self.keys.contains_key(&id);
                 if may_be { self.read(Which::Number(id)) } else { Ok(()) }
             }
-            Need::Name(parent, name) => match key::part(name).ok().map(|name| self.namespaces.child(parent, name)) {
-                Some(None) => {
-                    let path = self.namespaces.get(parent).and_then(|above| Key::join(&above.row.path, name).ok());
-                    path.map_or(Ok(()), |path| self.read(Which::Named(path.as_str())))
+            Need::Name(parent, name) => {
+                let Ok(part) = key::part(name) else { return Ok(()) };
+                let node = self.namespaces.child(parent, part);
+                // A key may have the name of a removed namespace that never had any.
+                if node.is_some_and(|node| self.is_present(node)) {
+                    return Ok(());
                 }
-                Some(Some(node @ Node::Namespace(id))) if !self.is_present(node) => self.learn(Need::Below(id)),
-                Some(Some(_)) | None => Ok(()),
-            },
-            Need::Inside(parent, name) => match key::part(name).ok().and_then(|name| self.namespaces.child(parent, name)) {
-                Some(Node::Namespace(id)) => self.learn(Need::Below(id)),
-                _ => self.learn(Need::Name(parent, name)),
-            },
+                if let Some(Node::Namespace(id)) = node {
+                    self.learn(Need::Below(id))?;
+                }
+                let path = self.namespaces.get(parent).and_then(|above| Key::join(&above.row.path, name).ok());
+                path.map_or(Ok(()), |path| self.read(Which::Named(path.as_str())))
+            }
+            Need::Inside(parent, name) => {
+                match key::part(name).ok().and_then(|name| self.namespaces.child(parent, name)) {
+                    Some(Node::Namespace(id)) => self.learn(Need::Below(id)),
+                    _ => self.learn(Need::Name(parent, name)),
+                }
+            }
             Need::Below(NamespaceId::ROOT) | Need::All => {
                 while self.unread.is_some() {
                     self.read_on(usize::from(u16::MAX))?;

@@ -1,4 +1,5 @@
-//! What a kill costs the clients of a large tree: the slowest call around each one, with 100,000 keys in the registry.
+//! What a kill costs the clients of a large tree: the slowest call around each one, with 100,000 keys in the registry. The
+//! next server reads those that are in use, not all of them: see `src/engine/unread.rs`.
 use std::fs::{self, OpenOptions};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -72,8 +73,9 @@ fn a_kill_costs_little_with_100_000_keys() {
         costs.len(),
         costs[costs.len() - 1]
     );
-    // The figure that counts is the release build's; unoptimised and beside other tests it only must not be of another kind.
-    let bound = Duration::from_millis(if cfg!(debug_assertions) { 1_000 } else { 100 });
+    // The figure that counts is the release build's, on a machine that does nothing else; beside others and less optimised
+    // it has room. To read every key first would take longer than that, here and there.
+    let bound = Duration::from_millis(if cfg!(debug_assertions) { 500 } else { 100 });
     assert!(median < bound, "a kill costs clients {median:?} at the median");
     mount.verify();
 }

@@ -21,6 +21,7 @@ mod register;
 mod rig;
 mod threads;
 mod tree;
+mod unread;
 
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};

@@ -19,6 +19,7 @@ use super::names::{Change, finish};
 use super::{Caller, LeaseFs};
 use crate::clock;
 use crate::connection::MAX_WRITE;
+use crate::errno::errno;
 use crate::flight::opcode;
 use crate::ino::{Control, Node, Tree};
 
@@ -358,7 +359,7 @@ impl Filesystem for LeaseFs {
         let _handling = self.handling(req, opcode::STATFS, ino);
         let keys = match self.engine.key_count() {
             Ok(count) => count as u64,
-            Err(error) => return reply.error(crate::errno::errno(&error)),
+            Err(error) => return reply.error(errno(&error)),
         };
         // The state directory's disk is what can fill up.
         match nix::sys::statvfs::statvfs(&self.settings.state_dir) {
