@@ -230,9 +230,10 @@ impl Inner {
             self.note_refusal(id, error, now);
         }
         let unsettled = self.is_unsettled(id);
-        // A share that only the end of a lease made room for is told of once that end is recorded.
-        let recorded =
-            reply != Ok(Reply::Shared) || self.keys.get(&id).is_none_or(|entry| entry.changed <= self.settled);
+        // A share that only the end of a lease made room for is told of once that end is recorded; and only then is a
+        // closed handle forgotten.
+        let recorded = reply != Ok(Reply::Shared) && !closes
+            || self.keys.get(&id).is_none_or(|entry| entry.changed <= self.settled);
         if !unsettled && (reply.is_err() || !changed) && recorded {
             return ready.push((done, reply));
         }

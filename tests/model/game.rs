@@ -240,8 +240,17 @@ impl Game {
             return;
         }
         // What ends a lease may come before or after whatever is on its way at the same time.
-        let ends = matches!(&input, Input::Unlink { .. } | Input::Evict { .. } | Input::Lose { .. });
+        let ends = matches!(
+            &input,
+            Input::Unlink { .. }
+                | Input::Evict { .. }
+                | Input::Lose { .. }
+                | Input::Unlock { .. }
+                | Input::Close { .. }
+                | Input::CloseDraft { .. }
+        );
         if ends && seat.history.lock().iter().any(Entry::is_unanswered_request) {
+            (seat.players.files, seat.players.drafts) = before;
             return;
         }
         // Two threads that lock as one owner or by one handle at the same time may be taken in either order.
