@@ -235,6 +235,8 @@ for _ in range(count):
         seal_of(&mount.state()) > before
     });
     agent.script(claims, serde_json::json!({ "path": mount.claim("busy"), "count": 10 })).expect("claims");
+    // The files are copied one after the other: nothing moves from the journal to the registry meanwhile.
+    mount.wait_applied();
     let mut copies = Copies::of(&mount.state());
     let state = copies.next();
     fs::remove_file(log_of(&state)).expect("log");
