@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use leasefs::Now;
-use leasefs::registry::Registry;
 use leasefs::registry::sqlite::{Check, SqliteRegistry};
+use leasefs::registry::{Registry, Which};
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 use tempfile::TempDir;
@@ -39,8 +39,11 @@ fn copy(state: &Path, to: &Path) {
 fn start(state: &Path) -> Result<BTreeMap<String, u64>, String> {
     let now = Now { boot_ns: 1, wall_ms: jiff::Timestamp::now().as_millisecond() };
     SqliteRegistry::open(state, Check::Full)
-        .and_then(|mut registry| registry.load("another boot", now))
-        .map(|loaded| loaded.keys.into_iter().map(|key| (key.row.key.to_string(), key.row.epoch)).collect())
+        .and_then(|mut registry| {
+            registry.load("another boot", now)?;
+            registry.reader()?.keys(Which::Below(""))
+        })
+        .map(|keys| keys.into_iter().map(|key| (key.row.key.to_string(), key.row.epoch)).collect())
         .map_err(|error| error.to_string())
 }
 
