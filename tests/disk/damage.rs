@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use leasefs::Now;
-use leasefs::registry::Registry;
 use leasefs::registry::sqlite::{Check, SqliteRegistry};
+use leasefs::registry::{Registry, Which};
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 use tempfile::TempDir;
@@ -39,8 +39,11 @@ fn copy(state: &Path, to: &Path) {
 fn start(state: &Path) -> Result<BTreeMap<String, u64>, String> {
     let now = Now { boot_ns: 1, wall_ms: jiff::Timestamp::now().as_millisecond() };
     SqliteRegistry::open(state, Check::Full)
-        .and_then(|mut registry| registry.load("another boot", now))
-        .map(|loaded| loaded.keys.into_iter().map(|key| (key.row.key.to_string(), key.row.epoch)).collect())
+        .and_then(|mut registry| {
+            registry.load("another boot", now)?;
+            registry.reader()?.keys(Which::Below(""))
+        })
+        .map(|keys| keys.into_iter().map(|key| (key.row.key.to_string(), key.row.epoch)).collect())
         .map_err(|error| error.to_string())
 }
 
@@ -235,6 +238,8 @@ for _ in range(count):
         seal_of(&mount.state()) > before
     });
     agent.script(claims, serde_json::json!({ "path": mount.claim("busy"), "count": 10 })).expect("claims");
+    // The files are copied one after the other: nothing moves from the journal to the registry meanwhile.
+    mount.wait_applied();
     let mut copies = Copies::of(&mount.state());
     let state = copies.next();
     fs::remove_file(log_of(&state)).expect("log");

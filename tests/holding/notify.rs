@@ -150,3 +150,26 @@ fn a_poll_that_is_interrupted_leaves_the_tree_working() {
     waiter.answer().expect("granted when the sleeper in poll was killed");
     assert_eq!(waiter.epoch(handle), Ok(2));
 }
+
+#[test]
+fn a_reader_of_events_hears_of_the_share_that_an_interrupted_waiter_let_pass() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let (first, upgrader, second, reader) = (Agent::new(), Agent::new(), Agent::new(), Agent::new());
+    let fds = [&first, &upgrader, &second].map(|agent| agent.handle(&path));
+    first.flock(fds[0], LOCK_SH).expect("free key");
+    let usr1 = libc::SIGUSR1;
+    upgrader.call("on_signal", serde_json::json!([usr1, "raise"])).expect("a handler");
+    upgrader.begin_flock(fds[1], LOCK_EX);
+    mount.wait_status("k", "one in line", |status| count(status, "waiters") == 1);
+    second.begin_flock(fds[2], LOCK_SH);
+    mount.wait_status("k", "two in line", |status| count(status, "waiters") == 2);
+    let events = reader.open(&mount.root().join(".leasefs/events"), O_RDONLY).expect("events");
+    reader.begin("os_read", serde_json::json!([events, 65_536]));
+    assert_eq!(reader.answer_within(Duration::from_millis(100)), None, "nothing has happened");
+    upgrader.signal(nix::sys::signal::Signal::SIGUSR1);
+    assert_eq!(upgrader.answer().expect_err("interrupted"), nix::errno::Errno::EINTR);
+    second.answer().expect("shared");
+    let text = reader.answer_within(Duration::from_secs(10)).expect("it is told").expect("events");
+    assert!(text.as_str().expect("text").contains("shared"), "{text}");
+}

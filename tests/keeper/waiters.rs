@@ -50,7 +50,7 @@ fn handled_again(place: &Place) -> u64 {
 fn locks_are_asked_again_on_every_kernel() {
     for options in [&[][..], &["--no-resend"]] {
         let mut place = Place::mount(options, &[]);
-        let how = if options.is_empty() { "sent again by the kernel" } else { "as --no-resend asks" };
+        let how = if options.is_empty() { "(resend): nobody notices" } else { "takes over, without resend" };
         assert!(place.log().contains(how), "{}", place.log());
         let holder = Agent::new();
         let fd = holder.create(&place.claim("k")).expect("free key");

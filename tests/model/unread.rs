@@ -129,9 +129,12 @@ fn ask() -> impl Strategy<Value = Ask> {
     ]
 }
 
+/// What is shown of a key, if anything.
+type Shown = Option<(String, String, u32)>;
+
 /// What was there before: keys by place, with their number and all that is shown of them.
 struct Before {
-    keys: BTreeMap<(usize, usize), (KeyId, Option<(String, String, u32)>)>,
+    keys: BTreeMap<(usize, usize), (KeyId, Shown)>,
     listings: Vec<Listing>,
     opened: BTreeMap<usize, KeyId>,
 }

@@ -123,7 +123,10 @@ fn five_lines() {
         panic!("still mounted: {output:?}");
     }
     assert_ok(&output);
-    let status: serde_json::Value = serde_json::from_str(stdout(&output).trim()).expect("one line of JSON");
+    // Mounting says how the server is replaced; the key's state is one line of JSON.
+    let text = stdout(&output);
+    let line = text.lines().find(|line| line.starts_with('{')).expect("one line of JSON");
+    let status: serde_json::Value = serde_json::from_str(line).expect("one line of JSON");
     assert_eq!(status["state"], "held");
     assert_eq!(status["epoch"], 1);
     let results = home.path().join(".local/state/leasefs/results");
