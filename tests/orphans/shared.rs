@@ -28,10 +28,13 @@ fn assert_kept(tree: &Lost, key: &str) {
 }
 
 fn wait_free(tree: &Lost, key: &str) {
-    wait_for("the key is free", || tree.state_of(key) == "free");
     let agent = Agent::new();
-    let fd = agent.create(&tree.claim(key)).expect("free");
-    assert_eq!(agent.epoch(fd), Ok(1), "shared locks take no number");
+    let mut held = None;
+    wait_for("the key is free", || {
+        held = agent.create(&tree.claim(key)).ok();
+        held.is_some()
+    });
+    assert_eq!(agent.epoch(held.expect("held")), Ok(1), "shared locks take no number");
 }
 
 #[test]
@@ -70,7 +73,7 @@ fn whoever_waits_for_it_gets_it_when_the_sharer_is_dead() {
     let mut tree = Lost::new();
     let (alive, _) = sharer(&tree, "k");
     // A second key keeps the dead tree in use, so that it takes a look through /proc.
-    let (_other, _) = sharer(&tree, "other");
+    let (other, _) = sharer(&tree, "other");
     tree.lose_and_mount();
     let waiter = Agent::new();
     let fd = waiter.handle(&tree.claim("k"));
@@ -79,7 +82,7 @@ fn whoever_waits_for_it_gets_it_when_the_sharer_is_dead() {
     tree.wait_why("k", &format!("pid {} (", alive.pid()));
     alive.kill();
     if !can_see_everybody() {
-        drop(_other);
+        other.kill();
     }
     waiter.answer().expect("its turn");
     assert_eq!(waiter.epoch(fd), Ok(1));
@@ -97,7 +100,7 @@ fn its_own_process_has_it_back() {
     assert_eq!(count(&tree.status("shared"), "sharers"), 1, "in place of the old one");
     assert!(tree.status("shared")["orphaned_why"].is_null());
     shares_again.flock(fd, libc::LOCK_UN).expect("unlock");
-    assert_eq!(tree.state_of("shared"), "free");
+    wait_free(&tree, "shared");
     let fd = upgrades.handle(&tree.claim("upgraded"));
     upgrades.flock(fd, EXCLUSIVE).expect("only its own is in the way");
     assert_eq!(upgrades.epoch(fd), Ok(1));
