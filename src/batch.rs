@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 use crate::error::Error;
 use crate::events::Kind;
-use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner, WaiterId};
+use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
 use crate::machine::{Input, KeyState, Reply};
 use crate::registry::{NamespaceRow, Write};
 use crate::time::Now;
@@ -79,8 +79,6 @@ pub(crate) struct Batch {
     pub notes: Vec<Note>,
     /// Closes that were not answered yet: the kernel sends only so many at a time.
     pub closes: usize,
-    /// Shares given back for what is recorded with this batch: until then their handles have them.
-    pub unshared: Vec<(KeyId, Handle, Owner)>,
     /// Bytes of drafts that have to reach the disk first.
     pub draft_bytes: u64,
     undo: Vec<Undo>,
@@ -122,7 +120,6 @@ impl Batch {
         let (log, moved_log) = part(&mut self.log, &mut apart.log, |logged| logged.key == key);
         let (notes, moved_notes) = part(&mut self.notes, &mut apart.notes, |note| note.key == key);
         self.carried = writes[self.carried];
-        part(&mut self.unshared, &mut apart.unshared, |(shared, ..)| *shared == key);
         for undo in std::mem::take(&mut self.undo) {
             match undo {
                 Undo::Key(id, state, mark) if id == key => {

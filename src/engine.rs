@@ -15,6 +15,7 @@ mod survivors;
 mod tree;
 mod unread;
 
+pub use orphans::Orphaned;
 pub use survivors::{Memory, Oblivious, Survivors};
 pub use tree::Asked;
 use unread::{Need, Unread};
@@ -97,7 +98,7 @@ pub struct KeyEntry {
     counted: Option<u32>,
     /// Open claim handles.
     opens: usize,
-    /// Why an orphaned attempt is not free yet, for people.
+    /// Why what is orphaned is not free yet, for people.
     pub(crate) orphaned_why: Option<Arc<str>>,
 }
 
@@ -107,7 +108,7 @@ struct Inner {
     keys: HashMap<KeyId, KeyEntry>,
     last_key: u64,
     deadlines: BTreeSet<(u64, KeyId)>,
-    /// Keys that are held by an attempt whose connection is gone.
+    /// Keys that are held by an attempt, or by shared locks, whose connection is gone.
     orphans: BTreeSet<KeyId>,
     waiting: Waiting,
     held_by_uid: HashMap<u32, usize>,

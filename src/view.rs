@@ -56,6 +56,8 @@ pub fn status(entry: &KeyEntry, now: Now) -> String {
     let state = &entry.state;
     let live = holding(entry, now);
     let since = live.map_or(state.changed_at.wall_ms, |attempt| attempt.since.wall_ms);
+    let left_share = state.sharers.iter().any(|share| share.is_orphaned() && !share.is_due(now));
+    let is_orphaned = left_share || live.is_some_and(|attempt| attempt.orphaned);
     let shown = Status {
         key: entry.key.as_str(),
         state: state.state(now),
@@ -82,9 +84,8 @@ pub fn status(entry: &KeyEntry, now: Now) -> String {
             committed: rfc3339(result.committed_ms),
         }),
         why: state.attempt.as_ref().and_then(|attempt| attempt.why.as_deref()),
-        orphaned_why: live
-            .filter(|attempt| attempt.orphaned)
-            .map(|_| entry.orphaned_why.as_deref().unwrap_or("its holder has not been looked for yet")),
+        orphaned_why: is_orphaned
+            .then(|| entry.orphaned_why.as_deref().unwrap_or("its holder has not been looked for yet")),
     };
     let mut line = serde_json::to_string(&shown).unwrap_or_default();
     line.push('\n');

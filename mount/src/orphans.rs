@@ -1,4 +1,5 @@
-//! Leases whose connection was lost: who still has the handle open, and what is free because nobody has (§5).
+//! Leases and shared locks whose connection was lost: who still has the handle open, and what is free because nobody has
+//! (§5).
 //!
 //! What an orphan needs to be ended is the proof that no process has its old handle open. There are two proofs.
 //! - **The kernel's.** The filesystem of the lost connection is gone, which it is only once nothing whatever refers to it.
@@ -18,8 +19,8 @@
 //! four looks at distances of [`AGAIN`] passes its handle on all the time, and can lose nothing but its own lease.
 //!
 //! What we cannot see (another pid namespace, a process whose files may not be read, `hidepid`) proves nothing: then the
-//! lease stays until its TTL, and the status says why. So does a handle of the key that never had the lease: the kernel
-//! does not say which one did.
+//! lease or the lock stays until its TTL, and the status says why. So does a handle of the key that never had it: the kernel
+//! does not say which one did. For the same reason the shared locks of a key end together.
 //!
 //! Not covered: a private mapping of a claim file that outlives its descriptor (a shared one is refused), and an
 //! `io_uring` whose ring is open in no process. Both are unknown in practice; the kernel's proof covers them.
@@ -32,8 +33,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use leasefs::KeyId;
+use leasefs::engine::Orphaned;
 use leasefs::machine::Input;
-use leasefs::{Epoch, KeyId};
 
 use crate::clock;
 use crate::dead_mount::Connections;
@@ -52,7 +54,7 @@ const BUSY_LOOKS: u32 = 4;
 
 /// Ends what is proven dead, says of the rest why it is held, until nothing is orphaned.
 pub fn look_after(shared: &Shared, connections: &Connections) {
-    let mut nobody: HashMap<(KeyId, Epoch), u32> = HashMap::new();
+    let mut nobody: HashMap<(KeyId, Orphaned), u32> = HashMap::new();
     let mut pause = FIRST;
     loop {
         let orphans = shared.engine.orphans();
@@ -60,8 +62,8 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
             return;
         }
         if connections.is_all_gone() {
-            for (key, epoch) in orphans {
-                lose(shared, key, epoch, "the kernel has let go of its lost connection");
+            for (key, orphaned) in orphans {
+                lose(shared, key, orphaned, "the kernel has let go of its lost connection");
             }
             continue;
         }
@@ -69,16 +71,16 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
         let asked = orphans.iter().map(|(key, _)| (Node::Claim(*key).ino().0, name(*key))).collect();
         let look = look::look(&asked, connections);
         nobody.retain(|orphan, _| orphans.contains(orphan));
-        for (key, epoch) in orphans {
+        for (key, orphaned) in orphans {
             let Some(why) = look.why_held(Node::Claim(key).ino().0) else {
-                let looks = nobody.entry((key, epoch)).and_modify(|looks| *looks += 1).or_insert(1);
+                let looks = nobody.entry((key, orphaned)).and_modify(|looks| *looks += 1).or_insert(1);
                 if *looks >= if look.is_quiet { QUIET_LOOKS } else { BUSY_LOOKS } {
-                    lose(shared, key, epoch, "no process has its handle open");
+                    lose(shared, key, orphaned, "no process has its handle open");
                 }
                 continue;
             };
-            nobody.remove(&(key, epoch));
-            shared.engine.explain_orphan(key, epoch, &why);
+            nobody.remove(&(key, orphaned));
+            shared.engine.explain_orphan(key, orphaned, &why);
         }
         if nobody.is_empty() {
             std::thread::sleep(pause);
@@ -89,14 +91,18 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
     }
 }
 
-fn lose(shared: &Shared, key: KeyId, epoch: Epoch, proof: &'static str) {
+fn lose(shared: &Shared, key: KeyId, orphaned: Orphaned, proof: &'static str) {
     let now = clock::now();
+    let (input, what) = match orphaned {
+        Orphaned::Attempt(epoch) => (Input::Lose { epoch, why: Arc::from(proof) }, format!("attempt {epoch}")),
+        Orphaned::Shares => (Input::LoseShares, "what is left of the shared locks".to_owned()),
+    };
     // Stale where it ended in the meantime, or its holder took it back.
-    shared.engine.submit(key, Input::Lose { epoch, why: Arc::from(proof) }, now, Box::new(|_| ()));
+    shared.engine.submit(key, input, now, Box::new(|_| ()));
     if shared.engine.is_urgent() {
         shared.flush(now);
     }
     shared.timekeeper.need(shared.next_ns());
     shared.announce();
-    tracing::info!("attempt {epoch} of key number {key} is lost: {proof}");
+    tracing::info!("{what} of key number {key} is lost: {proof}");
 }

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::events::{Events, Kind};
 use crate::ids::{Epoch, KeyId, NamespaceId};
 use crate::key::Key;
-use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Standing, Step};
+use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step, Waiter};
 use crate::metrics::Metrics;
 use crate::namespaces::{Namespaces, Node};
 use crate::registry::{Loaded, LoadedKey, NamespaceRow, Write};
@@ -75,7 +75,7 @@ impl Inner {
             ..KeyState::default()
         };
         let opens = left.claims.len();
-        self.adopt(id, &mut state, left, now);
+        self.adopt(id, &mut state, known.shares, left, now);
         let entry = KeyEntry {
             key: known.row.key,
             namespace,
@@ -154,7 +154,8 @@ impl Inner {
 
     pub(super) fn forget_unused(&mut self, id: KeyId, now: Now) {
         let Some(entry) = self.keys.get(&id) else { return };
-        if entry.opens > 0 || entry.state.epoch != Epoch(0) || entry.unsettled > self.settled {
+        let in_use = entry.opens > 0 || !entry.state.sharers.is_empty();
+        if in_use || entry.state.epoch != Epoch(0) || entry.unsettled > self.settled {
             return;
         }
         let (namespace, name) = (entry.namespace, entry.key.split().1.to_owned());
@@ -208,6 +209,7 @@ impl Inner {
             Input::Lock { wait: Some(waiter), claimant, .. } => Some((*waiter, claimant.uid)),
             _ => None,
         };
+        let cancels = matches!(input, Input::Cancel(_));
         let (closes, fact) = (matches!(input, Input::Close { .. }), input.is_fact());
         let Some(step) = self.apply(id, input, now) else {
             return ready.push((done, Err(Error::NotFound)));
@@ -230,10 +232,9 @@ impl Inner {
             self.note_refusal(id, error, now);
         }
         let unsettled = self.is_unsettled(id);
-        // A share that only the end of a lease made room for is told of once that end is recorded; and only then is a
-        // closed handle forgotten.
-        let recorded = reply != Ok(Reply::Shared) && !closes
-            || self.keys.get(&id).is_none_or(|entry| entry.changed <= self.settled);
+        // A closed handle is forgotten once what its key was before is recorded; and whoever left the line may have given a
+        // share back to get into it.
+        let recorded = !(cancels || closes) || self.is_recorded(id);
         if !unsettled && (reply.is_err() || !changed) && recorded {
             return ready.push((done, reply));
         }
@@ -249,6 +250,11 @@ impl Inner {
 
     pub(super) fn is_unsettled(&self, id: KeyId) -> bool {
         self.keys.get(&id).is_some_and(|entry| entry.unsettled > self.settled)
+    }
+
+    /// Whether all that has changed is recorded, also what cannot be taken back.
+    fn is_recorded(&self, id: KeyId) -> bool {
+        self.keys.get(&id).is_none_or(|entry| entry.changed <= self.settled)
     }
 
     /// Applies an input; keeps the way back where the step can be taken back, and what to repeat where one before can.
@@ -296,12 +302,13 @@ impl Inner {
             return Err(Error::Limit("this uid holds as many keys as --max-keys allows"));
         }
         if self.waiting.of_uid(uid) >= self.config.max_waiters
-            && let Input::Lock { handle, owner, mode, wait: Some(_), claimant } = input
+            && let Input::Lock { handle, owner, mode, wait: Some(number), claimant } = input
         {
-            let blocked = self.keys.get(&id).is_some_and(|entry| entry.state.would_wait(handle, owner, mode));
-            if blocked {
+            let waiter = Waiter { id: number, handle, owner, mode, claimant };
+            if self.keys.get(&id).is_some_and(|entry| entry.state.would_wait(&waiter)) {
                 return Err(Error::Limit("this uid has as many lock requests waiting as --max-waiters allows"));
             }
+            let claimant = waiter.claimant;
             return Ok(Input::Lock { handle, owner, mode, wait: None, claimant });
         }
         Ok(input)
@@ -309,20 +316,16 @@ impl Inner {
 
     /// Takes over a step's effects: what to record, whom to answer, what to announce.
     pub(super) fn absorb(&mut self, id: KeyId, step: Step, now: Now, ready: &mut Ready) {
-        let Step { changes, grants, notices, standings, .. } = step;
+        let unshares = step.changes.iter().any(|change| matches!(change, Change::Unshared(..)));
+        let Step { changes, grants, notices, lost, .. } = step;
         if !changes.is_empty() {
             self.touch_batch(now);
             if let Some(entry) = self.keys.get_mut(&id) {
                 entry.changed = self.batch.number;
             }
         }
-        for standing in standings {
-            match standing {
-                Standing::Unshared(handle, owner) if !changes.is_empty() => {
-                    self.batch.unshared.push((id, handle, owner));
-                }
-                standing => self.memory.keep(id, &standing),
-            }
+        for (handle, epoch) in lost {
+            self.memory.lost(handle, epoch);
         }
         for change in changes {
             self.batch.durable |= change.is_durable();
@@ -337,17 +340,21 @@ impl Inner {
                 Change::Committed(attempt, draft) => Write::Commit(id, attempt, draft),
                 Change::Finished(finished) => Write::Finished(id, finished),
                 Change::Answered(request) => Write::Answered(id, request),
+                Change::Shared(share) => Write::Share(id, share),
+                Change::Unshared(handle, owner) => Write::Unshare(id, handle, owner),
             });
         }
-        let unsettled = self.is_unsettled(id);
+        let (unsettled, recorded) = (self.is_unsettled(id), self.is_recorded(id));
         for (waiter, reply) in grants {
             let Some(done) = self.waiting.remove(waiter) else { continue };
-            if reply == Err(Error::Interrupted) || reply.is_err() && !unsettled {
+            // It may have given a share back to get into line.
+            let interrupted = reply == Err(Error::Interrupted);
+            if interrupted && recorded || reply.is_err() && !interrupted && !unsettled {
                 ready.push((done, reply));
                 continue;
             }
             self.touch_batch(now);
-            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: false });
+            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: interrupted });
             self.batch.urgent = true;
         }
         let newest = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
@@ -356,6 +363,9 @@ impl Inner {
             self.note(now, kind, id, epoch);
         }
         self.refresh(id);
+        if !self.orphans.contains(&id) && unshares {
+            self.forget_unused(id, now);
+        }
     }
 
     /// Brings what is derived from a key's state up to date: its deadline, its file, whom it counts against.
@@ -371,7 +381,7 @@ impl Inner {
             }
             entry.armed_ns = deadline;
         }
-        if entry.state.is_orphaned() {
+        if entry.state.is_orphaned() || entry.state.has_orphaned_share() {
             self.orphans.insert(id);
         } else if self.orphans.remove(&id) {
             entry.orphaned_why = None;

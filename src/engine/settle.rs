@@ -37,9 +37,6 @@ impl Inner {
             Ok(()) => {
                 self.metrics.commits += u64::from(!batch.writes.is_empty());
                 self.retry_ns = None;
-                for (key, handle, owner) in batch.unshared {
-                    self.keep_unshared(key, handle, owner);
-                }
                 for Note { key, kind, epoch, now } in batch.notes {
                     self.announce(now, kind, key, epoch);
                 }
@@ -143,9 +140,8 @@ impl Inner {
                     if let Some(entry) = self.keys.get_mut(&id) {
                         // Whoever polls has seen that count, so it does not go back.
                         let changes = entry.state.changes + 1;
-                        let undone = std::mem::replace(&mut entry.state, KeyState { changes, ..*state });
+                        entry.state = KeyState { changes, ..*state };
                         entry.unsettled = 0;
-                        self.keep_again(id, &undone);
                     }
                     marks.insert(id, mark);
                 }

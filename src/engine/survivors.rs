@@ -1,8 +1,8 @@
 //! What outlives a server that is killed, besides what the registry keeps.
 //!
-//! The registry keeps leases, epochs and results. Open files, shared locks and the handles that lost their lease belong
-//! to the connection: they end with it, and it lives on when the server is replaced. Whoever serves the connection keeps
-//! them in a [`Memory`] and gives them back to the next engine as [`Survivors`].
+//! The registry keeps leases, shared locks, epochs and results. Open files and the handles that lost their lease belong to
+//! the connection: they end with it, and it lives on when the server is replaced. Whoever serves the connection keeps them
+//! in a [`Memory`] and gives them back to the next engine as [`Survivors`].
 //!
 //! What is kept may be ahead of the registry by what was decided and never told, and is never behind: so the registry
 //! decides, and what it knows nothing of was told to nobody.
@@ -10,15 +10,15 @@
 use std::collections::HashMap;
 
 use super::Inner;
-use crate::ids::{Epoch, Handle, KeyId, Owner};
-use crate::machine::{KeyState, Outcome, Share, Standing};
+use crate::ids::{Epoch, Handle, KeyId};
+use crate::machine::{KeyState, Outcome, Share};
 use crate::registry::Write;
 use crate::time::Now;
 
 /// Keeps what a server's successor has to know. Called with the engine's lock held: it must not block, nor call back.
 pub trait Memory: Send + Sync {
-    /// What a handle of a key has become. Kept before anybody is told.
-    fn keep(&self, key: KeyId, standing: &Standing);
+    /// A handle that is open lost the lease of an epoch. Kept before anybody is told.
+    fn lost(&self, handle: Handle, epoch: Epoch);
 
     /// The number of the next event.
     fn next_event(&self, number: u64);
@@ -28,7 +28,7 @@ pub trait Memory: Send + Sync {
 pub struct Oblivious;
 
 impl Memory for Oblivious {
-    fn keep(&self, _key: KeyId, _standing: &Standing) {}
+    fn lost(&self, _handle: Handle, _epoch: Epoch) {}
 
     fn next_event(&self, _number: u64) {}
 }
@@ -48,20 +48,14 @@ pub struct Survivors {
 pub(super) struct Left {
     /// Open claim handles, with the epoch of the lease that they lost, or were about to lose.
     pub claims: Vec<(Handle, Option<Epoch>)>,
-    shares: Vec<Share>,
     drafts: Vec<(Handle, Epoch)>,
     complete_since: Option<Handle>,
 }
 
 impl Survivors {
-    /// An open claim handle, and what was kept of it as [`Standing::Lost`].
+    /// An open claim handle, and what was kept of it by [`Memory::lost`].
     pub fn claim(&mut self, key: KeyId, handle: Handle, lost: Option<Epoch>) {
         self.keys.entry(key).or_default().claims.push((handle, lost));
-    }
-
-    /// A shared lock.
-    pub fn share(&mut self, key: KeyId, share: Share) {
-        self.keys.entry(key).or_default().shares.push(share);
     }
 
     /// An open write handle on the result of an attempt.
@@ -84,8 +78,8 @@ impl Inner {
     ///
     /// An attempt that was alive goes on if its handle, or a draft of it, is still open. If its handle is gone with the
     /// connection, the holder may be at work all the same: it stays held until its TTL, an eviction, a proof of death or
-    /// a reboot (§5). A draft whose handle is gone keeps nothing alive.
-    pub(super) fn adopt(&mut self, id: KeyId, state: &mut KeyState, left: Left, now: Now) {
+    /// a reboot (§5). So does a shared lock. A draft whose handle is gone keeps nothing alive.
+    pub(super) fn adopt(&mut self, id: KeyId, state: &mut KeyState, shares: Vec<Share>, left: Left, now: Now) {
         state.changed_at = state.attempt.as_ref().map_or(now, |attempt| attempt.ended.unwrap_or(attempt.since));
         // Opening a draft revives an attempt that has ended: where it has ended all the same, the end of its last draft
         // is recorded, and only the answer to that is missing.
@@ -97,14 +91,21 @@ impl Inner {
             lost.is_some_and(|epoch| epoch <= state.epoch) && Some(*handle) != holder
         };
         state.lost.extend(left.claims.iter().filter(has_lost).map(|(handle, _)| *handle));
-        if holder.is_none() {
-            // One that lost a lease gave its share back for it.
-            let shares = left.shares.into_iter().filter(|share| !state.lost.contains(&share.handle));
-            state.sharers = shares.collect();
-        } else {
-            // The end of the lease is not recorded, so nobody was told that it made room for a share.
-            for share in left.shares {
-                self.memory.keep(id, &Standing::Unshared(share.handle, share.owner));
+        for share in shares {
+            let is_open = left.claims.iter().any(|(handle, _)| *handle == share.handle);
+            let is_closed = !is_open && left.complete_since.is_some_and(|first| share.handle >= first);
+            // Recorded by a commit that failed all the same, a share may be there beside a lease: nobody was told of it.
+            if is_closed || holder.is_some() || state.lost.contains(&share.handle) {
+                self.batch.writes.push(Write::Unshare(id, share.handle, share.owner));
+            } else {
+                let until_ns =
+                    (!is_open).then(|| share.until_ns.unwrap_or(now.boot_ns.saturating_add(share.ttl.as_nanos())));
+                let is_new = until_ns != share.until_ns;
+                let share = Share { until_ns, ..share };
+                if is_new {
+                    self.batch.writes.push(Write::Share(id, Box::new(share.clone())));
+                }
+                state.sharers.push(share);
             }
         }
         let kept = state.live().is_some();
@@ -133,25 +134,6 @@ impl Inner {
             attempt.ended = Some(now);
             state.finished = completed;
             self.batch.writes.push(Write::End(id, Box::new(attempt.clone())));
-        }
-    }
-
-    /// Keeps that a handle does not share a key any more, unless it does again.
-    pub(super) fn keep_unshared(&mut self, id: KeyId, handle: Handle, owner: Owner) {
-        let is_it = |share: &Share| share.handle == handle && share.owner == owner;
-        if !self.keys.get(&id).is_some_and(|entry| entry.state.sharers.iter().any(is_it)) {
-            self.memory.keep(id, &Standing::Unshared(handle, owner));
-        }
-    }
-
-    /// Keeps what handles are, after a key was put back to what it was before.
-    pub(super) fn keep_again(&mut self, id: KeyId, undone: &KeyState) {
-        for share in &undone.sharers {
-            self.keep_unshared(id, share.handle, share.owner);
-        }
-        let Some(entry) = self.keys.get(&id) else { return };
-        for share in entry.state.sharers.iter().filter(|share| !undone.sharers.contains(share)) {
-            self.memory.keep(id, &Standing::Shared(Box::new(share.clone())));
         }
     }
 }

@@ -4,7 +4,7 @@
 
 use super::attempt::{Attempt, Outcome, Process, ResultMeta, Why};
 use super::state::KeyState;
-use super::{Change, Context, Effects, Notice, Reply, Standing};
+use super::{Change, Context, Effects, Notice, Reply};
 use crate::error::Error;
 use crate::ids::{Epoch, Handle};
 use crate::time::Now;
@@ -46,7 +46,7 @@ impl KeyState {
         // An orphan's handle went with its connection.
         if attempt.held && !attempt.orphaned {
             self.lost.insert(handle);
-            fx.standings.push(Standing::Lost(handle, attempt.epoch));
+            fx.lost.push((handle, attempt.epoch));
         }
         attempt.registered = false;
         attempt.why = Some(why);
@@ -63,8 +63,11 @@ impl KeyState {
     }
 
     pub(super) fn expire_if_due(&mut self, context: Context, fx: &mut Effects) {
+        let unshared = self.drop_shares(|share| share.is_due(context.now), fx);
         if self.live().is_some_and(|attempt| attempt.is_due(context.now)) {
             self.cut_off(Outcome::Expired, "ttl ran out".into(), context, fx);
+        } else if unshared {
+            self.advance(context, fx);
         }
     }
 

@@ -2,9 +2,11 @@
 
 use super::attempt::{Attempt, Claimant, Via};
 use super::state::KeyState;
-use super::{Context, Effects, Notice, Reply, Standing};
+use super::{Change, Context, Effects, Notice, Reply};
 use crate::error::Error;
 use crate::ids::{Handle, Owner, RequestId, WaiterId};
+use crate::time::Now;
+use crate::ttl::Ttl;
 
 /// What a lock keeps out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +18,7 @@ pub enum Mode {
 }
 
 /// A shared lock.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Share {
     /// The handle that was locked.
     pub handle: Handle,
@@ -24,12 +26,33 @@ pub struct Share {
     pub owner: Owner,
     /// Who holds it.
     pub claimant: Claimant,
+    /// The TTL that a lease would have been given.
+    pub ttl: Ttl,
+    /// Set once its connection is gone and while its holder is not proven dead (§5): `CLOCK_BOOTTIME`, in nanoseconds, at
+    /// which it ends all the same. Its TTL counts from then: nobody had to renew it before.
+    pub until_ns: Option<u64>,
 }
 
 impl Share {
-    /// Whether handle or owner is the one that shares: no lock is in the way of its own.
+    /// Whether its connection is gone.
+    pub fn is_orphaned(&self) -> bool {
+        self.until_ns.is_some()
+    }
+
+    /// Whether handle or owner is the one that shares: no lock is in the way of its own. The numbers of a connection that
+    /// is gone say nothing.
     pub fn is_of(&self, handle: Handle, owner: Owner) -> bool {
-        self.handle == handle || self.owner == owner
+        !self.is_orphaned() && (self.handle == handle || self.owner == owner)
+    }
+
+    /// Whether a claim is made by whoever holds this orphaned lock (§5), as [`KeyState::is_return`] knows it.
+    pub fn is_left_by(&self, claimant: &Claimant) -> bool {
+        self.is_orphaned() && self.claimant.shares_a_process_with(claimant)
+    }
+
+    /// Whether its TTL has run out.
+    pub fn is_due(&self, now: Now) -> bool {
+        self.until_ns.is_some_and(|at| at <= now.boot_ns)
     }
 }
 
@@ -48,6 +71,13 @@ pub struct Waiter {
     pub claimant: Claimant,
 }
 
+impl Waiter {
+    /// Whether a shared lock is its own: that is not in its way.
+    fn owns(&self, share: &Share) -> bool {
+        share.is_of(self.handle, self.owner) || share.is_left_by(&self.claimant)
+    }
+}
+
 impl KeyState {
     /// Whether handle or owner is the one that holds the key: locks and exclusive create are one lease (§3).
     pub fn is_holder(&self, handle: Handle, owner: Owner) -> bool {
@@ -57,42 +87,65 @@ impl KeyState {
     }
 
     /// Whether a lock request would have to wait now.
-    pub fn would_wait(&self, handle: Handle, owner: Owner, mode: Mode) -> bool {
-        if self.is_holder(handle, owner) || self.lost.contains(&handle) {
+    pub fn would_wait(&self, waiter: &Waiter) -> bool {
+        if self.is_holder(waiter.handle, waiter.owner) || self.lost.contains(&waiter.handle) {
             return false;
         }
-        let in_the_way = match mode {
-            Mode::Exclusive => self.is_shared_by_others(handle, owner),
-            Mode::Shared if self.sharers.iter().any(|share| share.is_of(handle, owner)) => return false,
+        let in_the_way = match waiter.mode {
+            Mode::Exclusive => self.is_shared_by_others(waiter),
+            Mode::Shared if self.sharers.iter().any(|share| waiter.owns(share)) => return false,
             Mode::Shared => false,
         };
         self.live().is_some() || in_the_way || !self.line.is_empty()
     }
 
-    fn is_shared_by_others(&self, handle: Handle, owner: Owner) -> bool {
-        self.sharers.iter().any(|share| !share.is_of(handle, owner))
+    fn is_shared_by_others(&self, waiter: &Waiter) -> bool {
+        self.sharers.iter().any(|share| !waiter.owns(share))
     }
 
-    fn drop_shares(&mut self, which: impl Fn(&Share) -> bool, fx: &mut Effects) {
+    /// Whether it is shared by a lock whose connection is gone.
+    pub fn has_orphaned_share(&self) -> bool {
+        self.sharers.iter().any(Share::is_orphaned)
+    }
+
+    /// Ends shared locks; whether there were any.
+    pub(super) fn drop_shares(&mut self, which: impl Fn(&Share) -> bool, fx: &mut Effects) -> bool {
+        let before = self.sharers.len();
         self.sharers.retain(|share| {
             let goes = which(share);
             if goes {
                 fx.notices.push(Notice::Unshared);
-                fx.standings.push(Standing::Unshared(share.handle, share.owner));
+                fx.changes.push(Change::Unshared(share.handle, share.owner));
             }
             !goes
         });
+        self.sharers.len() < before
     }
 
-    /// One share for each owner on each handle, so that none ends with another's.
-    fn add_share(&mut self, waiter: Waiter, fx: &mut Effects) {
+    /// One share for each owner on each handle, so that none ends with another's. Whoever comes back by a new handle has
+    /// it in place of one of those that went with the connection: with another, something else may still be at work.
+    fn add_share(&mut self, waiter: Waiter, context: Context, fx: &mut Effects) {
         if self.sharers.iter().any(|share| share.handle == waiter.handle && share.owner == waiter.owner) {
             return;
         }
-        let share = Share { handle: waiter.handle, owner: waiter.owner, claimant: waiter.claimant };
-        fx.standings.push(Standing::Shared(Box::new(share.clone())));
+        let left = self.sharers.iter().find(|share| share.is_left_by(&waiter.claimant)).map(|share| share.handle);
+        if let Some(left) = left {
+            self.drop_shares(|share| share.is_orphaned() && share.handle == left, fx);
+        }
+        let Waiter { handle, owner, claimant, .. } = waiter;
+        let share = Share { handle, owner, claimant, ttl: context.ttl, until_ns: None };
+        fx.changes.push(Change::Shared(Box::new(share.clone())));
         self.sharers.push(share);
         fx.notices.push(Notice::Shared);
+    }
+
+    /// Nobody has a handle open that went with its connection, so whoever shared the key by one does so no longer.
+    pub(super) fn lose_shares(&mut self, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        if !self.drop_shares(Share::is_orphaned, fx) {
+            return Err(Error::Stale);
+        }
+        self.advance(context, fx);
+        Ok(Reply::Done)
     }
 
     pub(super) fn lock_exclusive(
@@ -120,22 +173,22 @@ impl KeyState {
             self.answer_own_waiters(context, fx);
             return renewed;
         }
-        if !self.would_wait(waiter.handle, waiter.owner, Mode::Exclusive) {
+        if !self.would_wait(&waiter) {
             return self.begin_locked(waiter, context, fx);
         }
         if !wait {
             return Err(Error::WouldBlock);
         }
         // As flock(2) converts: the shared lock is given back first, so that two upgrades cannot wait for each other.
-        self.drop_shares(|share| share.is_of(waiter.handle, waiter.owner), fx);
+        self.drop_shares(|share| waiter.owns(share), fx);
         Ok(self.enqueue(waiter, context, fx))
     }
 
     /// Begins an attempt for a lock that only shares of its own could be in the way of. Nobody else comes in between, so
     /// an upgrade loses nothing.
     fn begin_locked(&mut self, waiter: Waiter, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        self.drop_shares(|share| waiter.owns(share), fx);
         let Waiter { handle, owner, claimant, .. } = waiter;
-        self.drop_shares(|share| share.is_of(handle, owner), fx);
         self.begin(handle, Some(owner), Via::Lock, claimant, context, fx).map(Reply::Claimed)
     }
 
@@ -155,12 +208,12 @@ impl KeyState {
         if self.is_holder(waiter.handle, waiter.owner) {
             // A downgrade: nothing exclusive may come in between, so the share is there before the line moves.
             self.release("unlocked".into(), context, fx);
-            self.add_share(waiter, fx);
+            self.add_share(waiter, context, fx);
             self.advance(context, fx);
             return Ok(Reply::Shared);
         }
-        if !self.would_wait(waiter.handle, waiter.owner, Mode::Shared) {
-            self.add_share(waiter, fx);
+        if !self.would_wait(&waiter) {
+            self.add_share(waiter, context, fx);
             return Ok(Reply::Shared);
         }
         if wait { Ok(self.enqueue(waiter, context, fx)) } else { Err(Error::WouldBlock) }
@@ -208,7 +261,7 @@ impl KeyState {
         if holds {
             self.release("unlocked".into(), context, fx);
         }
-        self.drop_shares(|share| share.owner == owner, fx);
+        self.drop_shares(|share| !share.is_orphaned() && share.owner == owner, fx);
         self.advance(context, fx);
         Ok(Reply::Done)
     }
@@ -229,7 +282,7 @@ impl KeyState {
     /// Grants from the head of the line as far as it can be granted: nobody waits for a key that is free.
     pub(super) fn advance(&mut self, context: Context, fx: &mut Effects) {
         while let Some(front) = self.line.front() {
-            let shared = front.mode == Mode::Exclusive && self.is_shared_by_others(front.handle, front.owner);
+            let shared = front.mode == Mode::Exclusive && self.is_shared_by_others(front);
             let blocked = self.live().is_some() || shared;
             if blocked {
                 break;
@@ -238,7 +291,7 @@ impl KeyState {
             let id = waiter.id;
             let reply = match waiter.mode {
                 Mode::Shared => {
-                    self.add_share(waiter, fx);
+                    self.add_share(waiter, context, fx);
                     Ok(Reply::Shared)
                 }
                 Mode::Exclusive => self.begin_locked(waiter, context, fx),

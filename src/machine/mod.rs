@@ -115,6 +115,8 @@ pub enum Input {
         /// The proof.
         why: Why,
     },
+    /// As [`Input::Lose`], for the shared locks whose connection was lost: no process has an old handle open.
+    LoseShares,
     /// A result file is opened for writing (§6).
     OpenDraft {
         /// The write handle.
@@ -149,6 +151,7 @@ impl Input {
                 | Input::Close { .. }
                 | Input::CloseDraft { .. }
                 | Input::Lose { .. }
+                | Input::LoseShares
         )
     }
 }
@@ -183,14 +186,19 @@ pub enum Change {
     Committed(Box<Attempt>, Handle),
     /// Whether the key counts as finished.
     Finished(bool),
+    /// A shared lock; must be recorded before its owner is told, so that it keeps others out whatever becomes of the
+    /// connection.
+    Shared(Box<Share>),
+    /// A shared lock was given back.
+    Unshared(Handle, Owner),
     /// The last request that must be recognised should it come again.
     Answered(RequestId),
 }
 
 impl Change {
-    /// Whether it can be taken back while nobody was told. The end of an attempt cannot: it has happened.
+    /// Whether it can be taken back while nobody was told. The end of an attempt or a lock cannot: it has happened.
     pub fn is_refusable(&self) -> bool {
-        !matches!(self, Change::Ended(_) | Change::Answered(_))
+        !matches!(self, Change::Ended(_) | Change::Unshared(..) | Change::Answered(_))
     }
 
     /// Whether it must survive a power cut before anyone is told (§3, §6).
@@ -220,17 +228,6 @@ pub enum Notice {
     Forgotten(Epoch),
 }
 
-/// What a handle is besides what the registry keeps of it: so that the next server knows, should this one be killed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Standing {
-    /// It lost the lease of this epoch.
-    Lost(Handle, Epoch),
-    /// It shares the key.
-    Shared(Box<Share>),
-    /// It does not share the key any more.
-    Unshared(Handle, Owner),
-}
-
 /// The answer to a waiter.
 pub type Grant = (WaiterId, Result<Reply, Error>);
 
@@ -245,8 +242,8 @@ pub struct Step {
     pub grants: Vec<Grant>,
     /// What others should hear of.
     pub notices: Vec<Notice>,
-    /// What handles have become.
-    pub standings: Vec<Standing>,
+    /// Open handles that lost the lease of an epoch: the registry does not keep that.
+    pub lost: Vec<(Handle, Epoch)>,
 }
 
 /// Effects gathered while an input is applied.
@@ -255,7 +252,7 @@ struct Effects {
     changes: Vec<Change>,
     grants: Vec<Grant>,
     notices: Vec<Notice>,
-    standings: Vec<Standing>,
+    lost: Vec<(Handle, Epoch)>,
 }
 
 impl KeyState {
@@ -288,6 +285,7 @@ impl KeyState {
             Input::Evict { epoch, why, request } => {
                 self.once(request, &mut fx, |state, fx| state.evict(epoch, why, context, fx))
             }
+            Input::LoseShares => self.lose_shares(context, &mut fx),
             Input::Lose { epoch, why } => self.lose(epoch, why, context, &mut fx),
             Input::OpenDraft { handle, epoch, uid } => self.open_draft(handle, epoch, uid, context, &mut fx),
             Input::Commit { handle, size } => self.commit(handle, size, context, &mut fx),
@@ -297,8 +295,8 @@ impl KeyState {
             self.changes += 1;
             self.changed_at = context.now;
         }
-        let Effects { changes, grants, notices, standings } = fx;
-        Step { reply, changes, grants, notices, standings }
+        let Effects { changes, grants, notices, lost } = fx;
+        Step { reply, changes, grants, notices, lost }
     }
 
     /// Does what a request asks for unless it was done already: its answer may not have reached whoever asked.

@@ -90,20 +90,21 @@ impl KeyState {
 
     /// The state by name. An attempt whose deadline has passed counts as ended even before its expiry was applied.
     pub fn state(&self, now: Now) -> State {
-        self.name(self.live().filter(|attempt| !attempt.is_due(now)))
+        let shared = self.sharers.iter().any(|share| !share.is_due(now));
+        self.name(self.live().filter(|attempt| !attempt.is_due(now)), shared)
     }
 
     /// The state by name as it was last applied, whatever the time is now.
     pub(super) fn applied_state(&self) -> State {
-        self.name(self.live())
+        self.name(self.live(), !self.sharers.is_empty())
     }
 
-    fn name(&self, live: Option<&Attempt>) -> State {
+    fn name(&self, live: Option<&Attempt>, shared: bool) -> State {
         match live {
             Some(attempt) if attempt.orphaned => State::Orphaned,
             Some(attempt) if attempt.held => State::Held,
             Some(_) => State::Reporting,
-            None if !self.sharers.is_empty() => State::Shared,
+            None if shared => State::Shared,
             None if self.finished => State::Finished,
             None => State::Free,
         }
@@ -119,9 +120,11 @@ impl KeyState {
         self.attempt.as_ref().and_then(|attempt| attempt.outcome).or(self.previous_outcome)
     }
 
-    /// The deadline at which the line has to move or a holder to lose, `CLOCK_BOOTTIME` in nanoseconds.
+    /// The deadline at which the line has to move or a holder to lose, `CLOCK_BOOTTIME` in nanoseconds. A shared lock has
+    /// one once its connection is gone.
     pub fn deadline_ns(&self) -> Option<u64> {
-        self.live().map(|attempt| attempt.deadline_ns)
+        let orphaned = self.sharers.iter().filter_map(|share| share.until_ns);
+        orphaned.chain(self.live().map(|attempt| attempt.deadline_ns)).min()
     }
 
     pub(super) fn has_live_draft(&self, attempt: &Attempt) -> bool {
@@ -146,9 +149,11 @@ impl KeyState {
             return self.take_back(handle, None, Via::Create, context, fx);
         }
         let promised = !self.line.is_empty();
-        if self.live().is_some() || !self.sharers.is_empty() || self.finished || promised {
+        let shared = self.sharers.iter().any(|share| !share.is_left_by(&claimant));
+        if self.live().is_some() || shared || self.finished || promised {
             return Err(Error::Taken);
         }
+        self.drop_shares(|share| share.is_left_by(&claimant), fx);
         self.begin(handle, None, Via::Create, claimant, context, fx).map(Reply::Claimed)
     }
 

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use super::Write;
-use crate::ids::{Epoch, KeyId};
+use crate::ids::{Epoch, Handle, KeyId, Owner};
 use crate::machine::{Attempt, Outcome};
 
 /// What is done to the database, in this order.
@@ -38,6 +38,8 @@ struct Plan<'a> {
     renewals: HashMap<KeyId, (Epoch, usize)>,
     /// Where the numbers of the newest requests are.
     answered: HashMap<KeyId, usize>,
+    /// Where the shared locks are that are given here.
+    shares: HashMap<(KeyId, Handle, Owner), usize>,
 }
 
 /// The same as the writes one by one, in fewer steps.
@@ -81,6 +83,19 @@ impl<'a> Plan<'a> {
                         first.insert(self.ops.len());
                         self.ops.push(Op::One(write));
                     }
+                }
+                Ok(())
+            }
+            Write::Share(key, share) => {
+                self.shares.insert((*key, share.handle, share.owner), self.ops.len());
+                self.ops.push(Op::One(write));
+                Ok(())
+            }
+            Write::Unshare(key, handle, owner) => {
+                // One that was given here and is given back is as if it was only given back.
+                match self.shares.remove(&(*key, *handle, *owner)) {
+                    Some(at) => self.ops[at] = Op::One(write),
+                    None => self.ops.push(Op::One(write)),
                 }
                 Ok(())
             }
@@ -177,6 +192,8 @@ fn merge(row: &mut Attempt, write: &Write, newest: bool) -> Result<(), &'static 
         | Write::Claim(..)
         | Write::Finished(..)
         | Write::Answered(..)
+        | Write::Share(..)
+        | Write::Unshare(..)
         | Write::Namespace(_) => Ok(()),
     }
 }

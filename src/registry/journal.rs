@@ -210,8 +210,10 @@ impl Tail {
 /// Whether somebody may do more after it than before. The rest has happened, whatever the disk says.
 fn grants(write: &Write) -> bool {
     match write {
-        Write::Claim(..) | Write::Renew(..) | Write::Revive(..) | Write::Commit(..) | Write::Namespace(_) => true,
+        Write::Claim(..) | Write::Renew(..) | Write::Revive(..) | Write::Commit(..) | Write::Share(..) => true,
+        Write::Namespace(_) => true,
         Write::Key(..) | Write::Forget(_) | Write::End(..) | Write::Finished(..) | Write::Answered(..) => false,
+        Write::Unshare(..) => false,
     }
 }
 

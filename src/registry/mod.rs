@@ -14,9 +14,9 @@ mod sqlite_write;
 mod tape;
 
 use crate::error::Error;
-use crate::ids::{Epoch, Handle, KeyId, NamespaceId, RequestId};
+use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner, RequestId};
 use crate::key::Key;
-use crate::machine::{Attempt, Outcome, ResultMeta};
+use crate::machine::{Attempt, Outcome, ResultMeta, Share};
 use crate::time::Now;
 
 /// One write. A batch of them is applied in order, as a whole or not at all.
@@ -40,6 +40,10 @@ pub enum Write {
     Finished(KeyId, bool),
     /// The last request about a key that must be recognised should it come again.
     Answered(KeyId, RequestId),
+    /// A shared lock. It need not survive a power cut: no holder does.
+    Share(KeyId, Box<Share>),
+    /// The end of a shared lock.
+    Unshare(KeyId, Handle, Owner),
     /// A namespace as it is now.
     Namespace(NamespaceRow),
 }
@@ -56,6 +60,8 @@ impl Write {
             | Write::Revive(key, _)
             | Write::Commit(key, ..)
             | Write::Answered(key, _)
+            | Write::Share(key, _)
+            | Write::Unshare(key, ..)
             | Write::Finished(key, _) => Some(*key),
             Write::Namespace(_) => None,
         }
@@ -162,7 +168,7 @@ pub struct Loaded {
     pub generation: u64,
     /// Every namespace.
     pub namespaces: Vec<NamespaceRow>,
-    /// The keys with an attempt that has not ended.
+    /// The keys with an attempt that has not ended, or with shared locks.
     pub keys: Vec<LoadedKey>,
     /// The highest number of any key.
     pub last_key: KeyId,
@@ -171,7 +177,7 @@ pub struct Loaded {
 /// Which keys to read.
 #[derive(Clone, Copy, Debug)]
 pub enum Which<'a> {
-    /// Those with an attempt that has not ended.
+    /// Those with an attempt that has not ended, or with shared locks.
     Alive,
     /// That of this number.
     Number(KeyId),
@@ -196,6 +202,8 @@ pub struct LoadedKey {
     pub latest_result: Option<(Epoch, ResultMeta)>,
     /// The last request about it that must be recognised should it come again.
     pub last_request: RequestId,
+    /// Its shared locks, by handle; only in [`Loaded`], which has every key that has any.
+    pub shares: Vec<Share>,
 }
 
 /// A committed result, as far as the registry knows it.

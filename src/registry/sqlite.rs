@@ -12,7 +12,7 @@ use rusqlite::{Connection, OpenFlags, TransactionBehavior, params};
 use super::coalesce::Op;
 use super::seal::Seal;
 use super::sqlite_fault::{corrupt, fault};
-use super::sqlite_keys::keys;
+use super::sqlite_keys::{keys, with_shares};
 use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, check_version, mark};
 pub use super::sqlite_read::{Reader, can_serve};
 use super::sqlite_write::{Failure, replay};
@@ -60,6 +60,16 @@ CREATE TABLE attempts(
     PRIMARY KEY(key_id, epoch)) WITHOUT ROWID;
 CREATE INDEX committed ON attempts(key_id, epoch) WHERE result_ms IS NOT NULL;
 CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
+";
+
+/// Shared locks, so that they outlive the connection as leases do.
+const SHARES: &str = "
+CREATE TABLE shares(
+    key_id INTEGER NOT NULL, handle INTEGER NOT NULL, owner INTEGER NOT NULL,
+    pid INTEGER NOT NULL, start_time INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,
+    command TEXT NOT NULL, opener_pid INTEGER NOT NULL, opener_start INTEGER NOT NULL,
+    locker_pid INTEGER NOT NULL, locker_start INTEGER NOT NULL, ttl_ms INTEGER NOT NULL, until_ns INTEGER,
+    PRIMARY KEY(key_id, handle, owner)) WITHOUT ROWID;
 ";
 
 /// From schema 1: no lease outlives the server of that version, so what it did not keep is nobody's.
@@ -126,6 +136,7 @@ impl SqliteRegistry {
             let steps = if version == 0 { SCHEMA } else { MIGRATE_1 };
             let migrate = connection.transaction_with_behavior(TransactionBehavior::Immediate).and_then(|tx| {
                 tx.execute_batch(steps)?;
+                tx.execute_batch(SHARES)?;
                 crate::probe::at(crate::probe::MIGRATION);
                 tx.pragma_update(None, "application_id", APPLICATION_ID)?;
                 tx.pragma_update(None, "user_version", SCHEMA_VERSION)?;
@@ -268,6 +279,7 @@ fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, 
             [now.wall_ms],
         )?;
         tx.execute("UPDATE attempts SET registered = 0 WHERE registered = 1", [])?;
+        tx.execute("DELETE FROM shares", [])?;
     }
     let namespaces = tx
         .prepare(
@@ -291,7 +303,7 @@ fn load(connection: &mut Connection, boot_id: &str, now: Now) -> Result<Loaded, 
             })
         })?
         .collect::<Result<Vec<_>, _>>()?;
-    let keys = keys(&tx, Which::Alive)?;
+    let keys = with_shares(&tx, keys(&tx, Which::Alive)?)?;
     let last_key = tx.query_row("SELECT coalesce(max(id), 0) FROM keys", [], |row| row.get(0)).map(KeyId)?;
     tx.commit()?;
     Ok(Loaded { generation, namespaces, keys, last_key })

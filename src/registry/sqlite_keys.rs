@@ -1,5 +1,6 @@
 //! Keys and attempts as they are read from their rows.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use rusqlite::{Connection, Params, Row, params};
@@ -8,7 +9,7 @@ use super::sqlite::bad_value;
 use super::{AttemptRow, KeyRow, LoadedKey, Which};
 use crate::ids::{Epoch, Handle, Owner, RequestId};
 use crate::key::Key;
-use crate::machine::{Attempt, Claimant, Outcome, Process, ResultMeta};
+use crate::machine::{Attempt, Claimant, Outcome, Process, ResultMeta, Share};
 use crate::time::Now;
 use crate::ttl::Ttl;
 
@@ -22,7 +23,10 @@ pub(super) const ATTEMPT_COLUMNS: &str = "a.key_id, a.epoch, a.pid, a.start_time
 pub(super) fn keys(connection: &Connection, which: Which<'_>) -> Result<Vec<LoadedKey>, rusqlite::Error> {
     // '0' is what comes after '/'.
     match which {
-        Which::Alive => select(connection, "k.id IN (SELECT key_id FROM attempts WHERE ended_ms IS NULL)", []),
+        Which::Alive => {
+            let alive = "SELECT key_id FROM attempts WHERE ended_ms IS NULL UNION SELECT key_id FROM shares";
+            select(connection, &format!("k.id IN ({alive})"), [])
+        }
         Which::Number(id) => select(connection, "k.id = ?1", [id.0]),
         Which::Named(path) => select(connection, "k.path = ?1", [path]),
         Which::Below("") => select(connection, "true", []),
@@ -45,6 +49,45 @@ fn select(connection: &Connection, which: &str, params: impl Params) -> Result<V
         .collect()
 }
 
+/// Gives keys the shared locks they have.
+pub(super) fn with_shares(
+    connection: &Connection,
+    mut keys: Vec<LoadedKey>,
+) -> Result<Vec<LoadedKey>, rusqlite::Error> {
+    let mut shares: HashMap<u64, Vec<Share>> = HashMap::new();
+    let mut query = connection.prepare(
+        "SELECT key_id, handle, owner, pid, start_time, uid, gid, command, opener_pid, opener_start, locker_pid, \
+         locker_start, ttl_ms, until_ns FROM shares ORDER BY key_id, handle, owner",
+    )?;
+    let mut rows = query.query([])?;
+    while let Some(row) = rows.next()? {
+        shares.entry(row.get(0)?).or_default().push(share(row)?);
+    }
+    for known in &mut keys {
+        known.shares = shares.remove(&known.row.id).unwrap_or_default();
+    }
+    Ok(keys)
+}
+
+fn share(row: &Row<'_>) -> Result<Share, rusqlite::Error> {
+    let process = |pid: usize| Ok::<_, rusqlite::Error>(Process { pid: row.get(pid)?, start_time: row.get(pid + 1)? });
+    Ok(Share {
+        handle: Handle(row.get(1)?),
+        owner: Owner(row.get::<_, i64>(2)?.cast_unsigned()),
+        claimant: Claimant {
+            uid: row.get(5)?,
+            gid: row.get(6)?,
+            holder: process(3)?,
+            opener: process(8)?,
+            locker: process(10)?,
+            command: row.get::<_, String>(7)?.into(),
+            request: RequestId(0),
+        },
+        ttl: Ttl::from_millis(row.get(12)?).map_err(|e| bad_value(12, e.to_string()))?,
+        until_ns: row.get(13)?,
+    })
+}
+
 fn loaded_key(row: &Row<'_>) -> Result<LoadedKey, rusqlite::Error> {
     let latest_result = match row.get::<_, Option<u64>>(36)? {
         Some(epoch) => Some((Epoch(epoch), result_meta(row.get(37)?, row.get(38)?, row.get(39)?))),
@@ -56,6 +99,7 @@ fn loaded_key(row: &Row<'_>) -> Result<LoadedKey, rusqlite::Error> {
         previous_outcome: outcome(row.get(34)?),
         latest_result,
         last_request: RequestId(row.get::<_, i64>(35)?.cast_unsigned()),
+        shares: Vec::new(),
     })
 }
 

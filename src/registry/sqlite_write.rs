@@ -9,7 +9,7 @@ use super::sqlite_fault::fault;
 use super::sqlite_read::Mark;
 use crate::error::Error;
 use crate::ids::{Epoch, Handle, KeyId, Owner};
-use crate::machine::{Attempt, Outcome, ResultMeta, Via};
+use crate::machine::{Attempt, Outcome, ResultMeta, Share, Via};
 
 /// Applies it all, in a transaction if the caller began one.
 pub(super) fn replay(connection: &Connection, ops: &[Op<'_>], mark: Option<Mark>) -> Result<(), Failure> {
@@ -129,6 +129,13 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
             put.execute(params![id.0, bits(request.0)])?;
             Ok(())
         }
+        Write::Share(id, share) => insert_share(tx, *id, share),
+        Write::Unshare(id, handle, owner) => {
+            let mut delete =
+                tx.prepare_cached("DELETE FROM shares WHERE key_id = ?1 AND handle = ?2 AND owner = ?3")?;
+            delete.execute(params![id.0, handle.0, bits(owner.0)])?;
+            Ok(())
+        }
         Write::Namespace(row) => {
             let mut put = tx.prepare_cached(
                 "INSERT OR REPLACE INTO namespaces(id, path, present, mode, uid, gid, atime_ns, mtime_ns, ctime_ns, \
@@ -198,6 +205,32 @@ fn insert(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
         a.result.map(|result| result.size),
         a.result.map(|result| result.committed_ms),
         a.result.map(|result| result.draft.0)
+    ])?;
+    Ok(())
+}
+
+fn insert_share(tx: &Connection, id: KeyId, share: &Share) -> Result<(), Failure> {
+    let mut put = tx.prepare_cached(
+        "INSERT OR REPLACE INTO shares(key_id, handle, owner, pid, start_time, uid, gid, command, opener_pid, \
+         opener_start, locker_pid, locker_start, ttl_ms, until_ns) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, \
+         ?12, ?13, ?14)",
+    )?;
+    let who = &share.claimant;
+    put.execute(params![
+        id.0,
+        share.handle.0,
+        bits(share.owner.0),
+        who.holder.pid,
+        who.holder.start_time,
+        who.uid,
+        who.gid,
+        who.command,
+        who.opener.pid,
+        who.opener.start_time,
+        who.locker.pid,
+        who.locker.start_time,
+        share.ttl.as_millis(),
+        share.until_ns
     ])?;
     Ok(())
 }

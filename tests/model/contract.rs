@@ -30,6 +30,15 @@ pub struct Attempt {
     pub outcome: Option<Outcome>,
 }
 
+/// A shared lock.
+#[derive(Clone, Debug)]
+pub struct Share {
+    who: Claimant,
+    ttl_ns: u64,
+    /// When it ends, once its connection is lost.
+    until_ns: u64,
+}
+
 /// A request in line.
 #[derive(Clone, Debug)]
 pub struct Waiter {
@@ -47,7 +56,9 @@ pub struct Contract {
     pub attempt: Option<Attempt>,
     /// Outcome of the newest attempt before this one.
     before: Option<Outcome>,
-    pub sharers: BTreeSet<(Handle, Owner)>,
+    pub sharers: BTreeMap<(Handle, Owner), Share>,
+    /// Shared locks whose connection was lost (§5).
+    pub orphans: BTreeMap<(Handle, Owner), Share>,
     pub line: Vec<Waiter>,
     pub lost: BTreeSet<Handle>,
     pub drafts: BTreeMap<Handle, u64>,
@@ -81,10 +92,14 @@ impl Contract {
             Some(a) if a.holding && a.orphaned => "orphaned",
             Some(a) if a.holding => "held",
             Some(_) => "reporting",
-            None if !self.sharers.is_empty() => "shared",
+            None if self.is_shared() => "shared",
             None if self.finished => "finished",
             None => "free",
         }
+    }
+
+    fn is_shared(&self) -> bool {
+        !self.sharers.is_empty() || !self.orphans.is_empty()
     }
 
     pub fn has_file(&self) -> bool {
@@ -101,6 +116,10 @@ impl Contract {
 
     /// When time alone will change something.
     pub fn deadline_ns(&self) -> Option<u64> {
+        self.orphans.values().map(|share| share.until_ns).chain(self.attempt_until_ns()).min()
+    }
+
+    fn attempt_until_ns(&self) -> Option<u64> {
         self.attempt.as_ref().filter(|_| self.is_kept()).map(|a| a.deadline_ns)
     }
 
@@ -117,10 +136,11 @@ impl Contract {
     /// A request happens: its answer, and those of the waiters whose wait it ended.
     pub fn step(&mut self, input: &Input, now_ns: u64, ttl: Ttl) -> (Told, Vec<(WaiterId, Told)>) {
         (self.now_ns, self.ttl_ns) = (now_ns, ttl.as_nanos());
-        if self.deadline_ns().is_some_and(|at| at <= now_ns) {
+        self.orphans.retain(|_, share| share.until_ns > now_ns);
+        if self.attempt_until_ns().is_some_and(|at| at <= now_ns) {
             self.cut(Outcome::Expired);
-            self.serve();
         }
+        self.serve();
         let told = self.request(input);
         self.serve();
         (told, std::mem::take(&mut self.answers))
@@ -133,10 +153,15 @@ impl Contract {
     }
 
     /// The server was replaced without a keeper: every connection is lost. After a reboot every holder is dead (§5).
-    pub fn restart(&mut self, rebooted: bool) {
+    pub fn restart(&mut self, rebooted: bool, now_ns: u64) {
         let kept = self.is_kept();
         self.line.clear();
-        self.sharers.clear();
+        for (key, share) in std::mem::take(&mut self.sharers) {
+            self.orphans.insert(key, Share { until_ns: now_ns + share.ttl_ns, ..share });
+        }
+        if rebooted {
+            self.orphans.clear();
+        }
         self.drafts.clear();
         self.lost.clear();
         let Some(attempt) = &mut self.attempt else { return };
@@ -155,9 +180,12 @@ impl Contract {
                 if self.comes_back(claimant) {
                     return Ok(self.come_back(*handle, None));
                 }
-                if self.is_kept() || !self.sharers.is_empty() || self.finished || !self.line.is_empty() {
+                let others =
+                    !self.sharers.is_empty() || self.orphans.values().any(|share| !is_known(&share.who, claimant));
+                if self.is_kept() || others || self.finished || !self.line.is_empty() {
                     return Err(Error::Taken);
                 }
+                self.orphans.clear();
                 return Ok(self.claim(*handle, None, claimant));
             }
             Input::Lock { handle, owner, mode, wait, claimant } => {
@@ -171,7 +199,7 @@ impl Contract {
                 if self.attempt.as_ref().is_some_and(|a| a.holding && ours(a)) {
                     self.give_back();
                 }
-                self.sharers.retain(|(_, other)| other != owner);
+                self.sharers.retain(|(_, other), _| other != owner);
             }
             Input::Cancel(waiter) => {
                 if !self.line.iter().any(|w| w.id == *waiter) {
@@ -181,7 +209,7 @@ impl Contract {
             }
             Input::Close { handle, .. } => {
                 self.lost.remove(handle);
-                self.sharers.retain(|(other, _)| other != handle);
+                self.sharers.retain(|(other, _), _| other != handle);
                 self.interrupt(|w| w.handle == *handle);
                 if self.holder() == Some(*handle) {
                     self.give_back();
@@ -217,6 +245,12 @@ impl Contract {
                     return Err(Error::Stale);
                 }
                 self.lose();
+            }
+            Input::LoseShares => {
+                if self.orphans.is_empty() {
+                    return Err(Error::Stale);
+                }
+                self.orphans.clear();
             }
             Input::OpenDraft { handle, epoch, uid } => return self.open_draft(*handle, *epoch, *uid),
             Input::Commit { handle, .. } if self.attempt.as_ref().is_some_and(|a| a.result_of == Some(*handle)) => {}
@@ -255,25 +289,26 @@ impl Contract {
                 return Ok(renewed);
             }
         }
-        let shares_already = self.sharers.iter().any(|share| is_own(*share, handle, owner));
+        let shares_already = self.sharers.keys().any(|share| is_own(*share, handle, owner))
+            || self.orphans.values().any(|share| is_known(&share.who, who));
         match mode {
             Mode::Exclusive if self.is_mine(handle, owner) => return Ok(self.join(owner)),
-            Mode::Exclusive if self.line.is_empty() && self.is_free_for(handle, owner) => {
+            Mode::Exclusive if self.line.is_empty() && self.is_free_for(handle, owner, who) => {
                 return Ok(self.claim(handle, Some(owner), who));
             }
             // A downgrade: nobody else comes in between.
             Mode::Shared if self.is_mine(handle, owner) => {
                 self.give_back();
-                return Ok(self.share(handle, owner));
+                return Ok(self.share(handle, owner, who));
             }
             Mode::Shared if shares_already || self.line.is_empty() && !self.is_kept() => {
-                return Ok(self.share(handle, owner));
+                return Ok(self.share(handle, owner, who));
             }
             _ => {}
         }
         let id = wait.ok_or(Error::WouldBlock)?;
         if mode == Mode::Exclusive {
-            self.sharers.retain(|share| !is_own(*share, handle, owner));
+            self.give_up_shares(handle, owner, who);
         }
         self.line.push(Waiter { id, handle, owner, mode, who: who.clone() });
         Ok(Reply::Queued)
@@ -326,11 +361,7 @@ impl Contract {
 
     /// The holder of an orphaned attempt opens or locks the key again (§5). One that cannot be seen is not known again.
     fn comes_back(&self, who: &Claimant) -> bool {
-        let known = |a: &Attempt| {
-            let processes = [a.who.holder, a.who.opener, a.who.locker];
-            [who.opener, who.locker].iter().any(|process| process.pid != 0 && processes.contains(process))
-        };
-        self.state() == "orphaned" && self.attempt.as_ref().is_some_and(known)
+        self.state() == "orphaned" && self.attempt.as_ref().is_some_and(|a| is_known(&a.who, who))
     }
 
     /// The same attempt, held by another handle.
@@ -344,15 +375,23 @@ impl Contract {
         self.renew()
     }
 
-    fn is_free_for(&self, handle: Handle, owner: Owner) -> bool {
-        !self.is_kept() && self.sharers.iter().all(|share| is_own(*share, handle, owner))
+    /// Nobody's own shared lock is in its way, nor one that its process had before the connection was lost.
+    fn is_free_for(&self, handle: Handle, owner: Owner, who: &Claimant) -> bool {
+        !self.is_kept()
+            && self.sharers.keys().all(|share| is_own(*share, handle, owner))
+            && self.orphans.values().all(|share| is_known(&share.who, who))
+    }
+
+    fn give_up_shares(&mut self, handle: Handle, owner: Owner, who: &Claimant) {
+        self.sharers.retain(|share, _| !is_own(*share, handle, owner));
+        self.orphans.retain(|_, share| !is_known(&share.who, who));
     }
 
     fn claim(&mut self, handle: Handle, owner: Option<Owner>, who: &Claimant) -> Reply {
         if let Some(owner) = owner {
-            self.sharers.retain(|share| !is_own(*share, handle, owner));
+            self.give_up_shares(handle, owner, who);
         }
-        assert!(!self.is_kept() && self.sharers.is_empty(), "the model grants twice");
+        assert!(!self.is_kept() && !self.is_shared(), "the model grants twice");
         self.before = self.outcome();
         self.epoch += 1;
         self.finished = false;
@@ -373,8 +412,14 @@ impl Contract {
         Reply::Claimed(Epoch(self.epoch))
     }
 
-    fn share(&mut self, handle: Handle, owner: Owner) -> Reply {
-        self.sharers.insert((handle, owner));
+    /// A new handle stands for the oldest one that its process had before the connection was lost.
+    fn share(&mut self, handle: Handle, owner: Owner, who: &Claimant) -> Reply {
+        if self.sharers.contains_key(&(handle, owner)) {
+            return Reply::Shared;
+        }
+        let known = self.orphans.iter().find(|(_, share)| is_known(&share.who, who)).map(|((old, _), _)| *old);
+        self.orphans.retain(|(old, _), _| Some(*old) != known);
+        self.sharers.insert((handle, owner), Share { who: who.clone(), ttl_ns: self.ttl_ns, until_ns: u64::MAX });
         Reply::Shared
     }
 
@@ -456,7 +501,7 @@ impl Contract {
     fn serve(&mut self) {
         while let Some(front) = self.line.first() {
             let free = match front.mode {
-                Mode::Exclusive => self.is_free_for(front.handle, front.owner),
+                Mode::Exclusive => self.is_free_for(front.handle, front.owner, &front.who),
                 Mode::Shared => !self.is_kept(),
             };
             if !free {
@@ -468,7 +513,7 @@ impl Contract {
             }
             let reply = match mode {
                 Mode::Exclusive => self.claim(handle, Some(owner), &who),
-                Mode::Shared => self.share(handle, owner),
+                Mode::Shared => self.share(handle, owner, &who),
             };
             self.answers.push((id, Ok(reply)));
         }
@@ -482,6 +527,12 @@ impl Contract {
             }
         }
     }
+}
+
+/// Whether the processes of a claim that was cut off ask for this one. One that cannot be seen is not known again.
+fn is_known(before: &Claimant, now: &Claimant) -> bool {
+    let processes = [before.holder, before.opener, before.locker];
+    [now.opener, now.locker].iter().any(|process| process.pid != 0 && processes.contains(process))
 }
 
 fn is_own(share: (Handle, Owner), handle: Handle, owner: Owner) -> bool {

@@ -85,6 +85,7 @@ enum Entry {
     Refused(WaiterId, u64),
     Restarted {
         rebooted: bool,
+        now_ns: u64,
     },
 }
 
@@ -245,6 +246,7 @@ impl Game {
             Input::Unlink { .. }
                 | Input::Evict { .. }
                 | Input::Lose { .. }
+                | Input::LoseShares
                 | Input::Unlock { .. }
                 | Input::Close { .. }
                 | Input::CloseDraft { .. }
@@ -392,10 +394,11 @@ impl Game {
             self.now_ns = 5_000_000_000;
             self.wall_offset_ms += before.wall_ms + 60_000 - self.now().wall_ms;
         }
+        let now_ns = self.now_ns;
         for seat in &mut self.seats {
             seat.players.leave();
             seat.opened.clear();
-            seat.history.lock().push(Entry::Restarted { rebooted });
+            seat.history.lock().push(Entry::Restarted { rebooted, now_ns });
         }
         let (now, boot_id) = (self.now(), format!("boot-{}", self.boots));
         self.rig = self.rig.take().map(|rig| rig.restart(&boot_id, now));
@@ -595,8 +598,8 @@ impl Game {
                     waiting.remove(waiter);
                     model.refuse(*waiter, *now_ns, seat.ttl)
                 }
-                Entry::Restarted { rebooted } => {
-                    model.restart(*rebooted);
+                Entry::Restarted { rebooted, now_ns } => {
+                    model.restart(*rebooted, *now_ns);
                     waiting.clear();
                     Vec::new()
                 }
@@ -628,7 +631,7 @@ impl Game {
                             prop_assert_eq!(told.len(), 1, "{:?}: {:?}", input, reply)
                         }
                         // No client asks for these: what was done once is not there to be done again.
-                        _ if *again && matches!(input, Input::Lose { .. } | Input::Cancel(_)) => {}
+                        _ if *again && matches!(input, Input::Lose { .. } | Input::LoseShares | Input::Cancel(_)) => {}
                         _ if superseded
                             && matches!(input, Input::Renew { .. } | Input::SetTtl { .. } | Input::Lock { .. }) => {}
                         // What was on its way at the same time may have come first.
@@ -663,8 +666,8 @@ impl Game {
             Some(compared) => compared,
             None => {
                 prop_assert_eq!(
-                    (model.epoch, model.sharers.len(), model.line.len()),
-                    (0, 0, 0),
+                    (model.epoch, model.sharers.len(), model.orphans.len(), model.line.len()),
+                    (0, 0, 0, 0),
                     "the key was forgotten"
                 );
                 Ok(())

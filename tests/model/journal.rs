@@ -29,9 +29,10 @@ const HEAD_BYTES: usize = 16;
 type Rows = Vec<Vec<Value>>;
 
 /// Every row and column of what the registry holds.
-fn dump(dir: &Path) -> [Rows; 3] {
+fn dump(dir: &Path) -> [Rows; 4] {
     let db = Connection::open(dir.join("registry.db")).expect("registry");
-    ["namespaces ORDER BY id", "keys ORDER BY id", "attempts ORDER BY key_id, epoch"].map(|table| {
+    let shares = "shares ORDER BY key_id, handle, owner";
+    ["namespaces ORDER BY id", "keys ORDER BY id", "attempts ORDER BY key_id, epoch", shares].map(|table| {
         let mut query = db.prepare(&format!("SELECT * FROM {table}")).expect("a table");
         let columns = query.column_count();
         let rows = query.query_map([], |row| (0..columns).map(|at| row.get(at)).collect()).expect("a table");

@@ -1,8 +1,10 @@
 //! A registry on paper: takes what a key wants recorded by the same compare-and-set rules, and looks for what is wrong.
 
+use std::collections::BTreeSet;
+
 use leasefs::machine::{Attempt, Change, KeyState};
 use leasefs::registry::{AttemptRow, KeyRow};
-use leasefs::{Key, verify};
+use leasefs::{Handle, Key, Owner, verify};
 
 /// The rows of one key.
 #[derive(Default)]
@@ -10,6 +12,7 @@ pub struct Ledger {
     epoch: u64,
     finished: bool,
     rows: Vec<AttemptRow>,
+    shares: BTreeSet<(Handle, Owner)>,
 }
 
 fn row(a: &Attempt) -> AttemptRow {
@@ -51,6 +54,14 @@ impl Ledger {
                 return Ok(());
             }
             Change::Answered(_) => return Ok(()),
+            Change::Shared(share) => {
+                let new = self.shares.insert((share.handle, share.owner));
+                return new.then_some(()).ok_or("it is shared by this one already");
+            }
+            Change::Unshared(handle, owner) => {
+                let there = self.shares.remove(&(*handle, *owner));
+                return there.then_some(()).ok_or("it is not shared by this one");
+            }
             Change::Claimed(attempt) => {
                 if attempt.epoch.0 != self.epoch + 1 || self.rows.iter().any(|row| row.ended_ms.is_none()) {
                     return Err("no claim fits here");
@@ -67,7 +78,7 @@ impl Ledger {
             Change::Ended(a) => newest.ended_ms.is_none() && a.ended.is_some() && a.outcome.is_some(),
             Change::Revived(a) => newest.ended_ms.is_some() && newest.result.is_none() && a.ended.is_none(),
             Change::Committed(a, _) => newest.ended_ms.is_none() && newest.result.is_none() && a.result.is_some(),
-            Change::Claimed(_) | Change::Finished(_) | Change::Answered(_) => true,
+            _ => true,
         };
         if !fits {
             return Err("the attempt is not in the state for this");
@@ -84,6 +95,10 @@ impl Ledger {
         let newest = key.attempt.as_ref().map(row);
         if (self.epoch, self.finished, self.rows.last()) != (key.epoch.0, key.finished, newest.as_ref()) {
             return Err(format!("recorded {:?}, but the key is {key:?}", self.rows.last()));
+        }
+        let shares: BTreeSet<_> = key.sharers.iter().map(|share| (share.handle, share.owner)).collect();
+        if shares != self.shares {
+            return Err(format!("recorded as shared by {:?}, but it is by {shares:?}", self.shares));
         }
         let name = Key::parse("k").map_err(|e| e.to_string())?;
         let keys = [KeyRow { id: 1, key: name, epoch: self.epoch, finished: self.finished, pruned: 0 }];

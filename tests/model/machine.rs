@@ -36,9 +36,13 @@ pub fn compare(key: &KeyState, model: &Contract, now_ns: u64) -> Result<(), Test
     prop_assert_eq!(key.last_outcome(), model.outcome(), "the last outcome");
     prop_assert_eq!(key.finished, model.finished, "whether it is finished");
     prop_assert_eq!(&key.lost, &model.lost, "the handles that lost it");
-    let mut shares: Vec<_> = key.sharers.iter().map(|share| (share.handle, share.owner)).collect();
-    shares.sort_unstable();
-    prop_assert_eq!(shares, model.sharers.iter().copied().collect::<Vec<_>>(), "the shared locks");
+    for (orphaned, expected) in [(false, &model.sharers), (true, &model.orphans)] {
+        let shares = key.sharers.iter().filter(|share| share.is_orphaned() == orphaned);
+        let mut shares: Vec<_> = shares.map(|share| (share.handle, share.owner)).collect();
+        shares.sort_unstable();
+        let expected: Vec<_> = expected.keys().copied().collect();
+        prop_assert_eq!(shares, expected, "the shared locks, orphaned: {}", orphaned);
+    }
     let line: Vec<_> = key.line.iter().map(|waiter| waiter.id).collect();
     prop_assert_eq!(line, model.line.iter().map(|waiter| waiter.id).collect::<Vec<_>>(), "the line");
     prop_assert_eq!(key.latest_result.map(|(epoch, _)| epoch.0), model.latest_result, "the newest result");

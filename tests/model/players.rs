@@ -38,6 +38,7 @@ pub enum Act {
     SetTtl { process: u8, ttl: Ttl },
     Evict { back: u64 },
     Lose { back: u64 },
+    LoseShares,
     OpenDraft { process: u8, back: u64 },
     Commit { draft: usize, size: u64 },
     CloseDraft { draft: usize },
@@ -120,6 +121,7 @@ impl Players {
             Act::SetTtl { process, ttl } => Input::SetTtl { uid: uid(process), ttl },
             Act::Evict { back: by } => Input::Evict { epoch: back(by), why, request: RequestId(numbers.handle().0) },
             Act::Lose { back: by } => Input::Lose { epoch: back(by), why },
+            Act::LoseShares => Input::LoseShares,
             Act::OpenDraft { process, back: by } => {
                 Input::OpenDraft { handle: numbers.handle(), epoch: back(by), uid: uid(process) }
             }
@@ -215,6 +217,7 @@ pub fn act() -> impl Strategy<Value = Act> {
         2 => (process(), ttls()).prop_map(|(process, ttl)| Act::SetTtl { process, ttl }),
         3 => back().prop_map(|back| Act::Evict { back }),
         1 => back().prop_map(|back| Act::Lose { back }),
+        1 => Just(Act::LoseShares),
         9 => (process(), back()).prop_map(|(process, back)| Act::OpenDraft { process, back }),
         6 => (file(), 0..9u64).prop_map(|(draft, size)| Act::Commit { draft, size }),
         5 => file().prop_map(|draft| Act::CloseDraft { draft }),

@@ -164,7 +164,7 @@ fn nobody_is_in_line_twice_after_a_commit_fails() {
 }
 
 #[test]
-fn a_share_on_top_of_what_was_recorded_is_told_as_it_is() {
+fn a_share_that_cannot_be_recorded_is_refused_and_the_close_before_it_stands() {
     let desk = Desk::new();
     let (first, second) = (desk.open(), desk.open());
     desk.create(first);
@@ -175,31 +175,36 @@ fn a_share_on_top_of_what_was_recorded_is_told_as_it_is() {
         desk.close(first);
         desk.ask_into(slot, lock(second, Mode::Shared, None));
     });
-    assert_eq!(*share.lock(), [Ok(Reply::Shared)]);
-    assert_eq!(desk.state(), State::Shared);
+    assert_eq!(*share.lock(), [Err(disk_full())]);
+    assert_eq!((epoch(&desk), desk.state()), (1, State::Free));
+}
+
+#[test]
+fn a_share_is_told_once_it_is_recorded() {
+    let desk = Desk::new();
+    let (first, second) = (desk.open(), desk.open());
+    let told = [desk.lock(first, Mode::Shared), desk.lock(second, Mode::Shared), desk.lock(first, Mode::Shared)];
+    assert!(told.iter().all(|told| told.lock().is_empty()), "told before it is recorded");
+    desk.flush();
+    assert!(told.iter().all(|told| *told.lock() == [Ok(Reply::Shared)]));
+    assert_eq!(*desk.lock(first, Mode::Shared).lock(), [Ok(Reply::Shared)], "it is recorded");
+    let unlocked = desk.unlock(first);
+    assert!(unlocked.lock().is_empty(), "told before it is recorded");
+    desk.flush();
+    assert_eq!(*unlocked.lock(), [Ok(Reply::Done)]);
 }
 
 #[test]
 fn a_share_outlives_its_upgrade_that_was_refused() {
     let desk = Desk::new();
-    let (first, second) = (desk.open(), desk.open());
-    let (shares, upgrade) = (Told::default(), Told::default());
-    let (later, slot) = (Arc::clone(&desk), Arc::clone(&upgrade));
-    // Answered when the claim is recorded, so the upgrade joins the batch that gathered meanwhile.
-    let then = move |_| later.ask_into(slot, lock(second, Mode::Exclusive, None));
-    let create = Input::Create { handle: first, claimant: claimant(1, 1) };
-    desk.rig.engine.submit(desk.key, create, desk.now, Box::new(then));
-    let slot = Arc::clone(&shares);
-    desk.rig.orders.expect([Fate::Done, Fate::DiskFull]);
-    desk.while_recording(move |desk| {
-        desk.close(first);
-        desk.ask_into(Arc::clone(&slot), lock(second, Mode::Shared, None));
-        desk.unlock(second);
-        desk.ask_into(slot, lock(second, Mode::Shared, None));
-    });
-    assert_eq!(*shares.lock(), [Ok(Reply::Shared), Ok(Reply::Shared)]);
+    let first = desk.open();
+    let share = desk.lock(first, Mode::Shared);
+    desk.flush();
+    let upgrade = desk.lock(first, Mode::Exclusive);
+    desk.fail();
+    assert_eq!(*share.lock(), [Ok(Reply::Shared)]);
     assert_eq!(*upgrade.lock(), [Err(disk_full())]);
-    assert_eq!((epoch(&desk), desk.state()), (1, State::Shared));
+    assert_eq!((epoch(&desk), desk.state()), (0, State::Shared));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use leasefs::engine::{Asked, Durability, Memory, Start, Survivors};
-use leasefs::machine::{Reply, Share, Standing};
+use leasefs::machine::Reply;
 use leasefs::namespaces::{Credentials, Node};
 use leasefs::registry::journal::Journal;
 use leasefs::registry::sqlite::{Check, Reader, SqliteRegistry};
@@ -192,20 +192,12 @@ pub struct Recorder(Arc<Mutex<Recorded>>);
 #[derive(Default)]
 struct Recorded {
     lost: BTreeMap<Handle, Epoch>,
-    shares: Vec<(KeyId, Share)>,
     next_event: u64,
 }
 
 impl Memory for Recorder {
-    fn keep(&self, key: KeyId, standing: &Standing) {
-        let mut kept = self.0.lock();
-        match standing {
-            Standing::Lost(handle, epoch) => drop(kept.lost.insert(*handle, *epoch)),
-            Standing::Shared(share) => kept.shares.push((key, (**share).clone())),
-            Standing::Unshared(handle, owner) => {
-                kept.shares.retain(|(_, share)| share.handle != *handle || share.owner != *owner);
-            }
-        }
+    fn lost(&self, handle: Handle, epoch: Epoch) {
+        self.0.lock().lost.insert(handle, epoch);
     }
 
     fn next_event(&self, number: u64) {
@@ -301,9 +293,6 @@ impl Rig {
                 for (draft, epoch) in drafts {
                     survivors.draft(*key, *draft, *epoch);
                 }
-            }
-            for (key, share) in &kept.shares {
-                survivors.share(*key, share.clone());
             }
         }
         let (memory, survivors) = (Box::new(recorder.clone()), Some(survivors));

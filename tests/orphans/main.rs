@@ -10,3 +10,4 @@ mod dead_mount;
 mod ends;
 mod held;
 mod lost;
+mod shared;

@@ -270,7 +270,7 @@ impl LeaseFs {
             if let Some(attempt) = state.live().filter(|_| !state.is_holder(handle, owner)) {
                 return Some((libc::F_WRLCK, attempt.claimant.holder.pid));
             }
-            let other = state.sharers.iter().find(|share| share.handle != handle && share.owner != owner);
+            let other = state.sharers.iter().find(|share| !share.is_of(handle, owner));
             other.filter(|_| request.kind == libc::F_WRLCK).map(|share| (libc::F_RDLCK, share.claimant.holder.pid))
         });
         match in_the_way.flatten() {

@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use leasefs::engine::{Memory, Survivors};
-use leasefs::machine::{Claimant, Process, Share, Standing};
+use leasefs::machine::Process;
 use leasefs::namespaces::Credentials;
-use leasefs::{Epoch, Handle, KeyId, Owner, RequestId};
+use leasefs::{Epoch, Handle, KeyId, Owner};
 
 use super::claims::KnownOwner;
 use super::handles::{Draft, Open, Snapshot};
@@ -27,7 +27,6 @@ const RESULT: u64 = 4;
 const TEXT: u64 = 5;
 const EVENTS: u64 = 6;
 const ORDERS: u64 = 7;
-const SHARE: u64 = 8;
 const OWNER: u64 = 9;
 const POLL: u64 = 10;
 /// A piece of a text that is being read.
@@ -80,10 +79,6 @@ fn owner_name(number: u64, handle: Handle) -> Name {
     (OWNER, number, handle.0)
 }
 
-fn share_name(handle: Handle, owner: Owner) -> Name {
-    (SHARE, handle.0, owner.0)
-}
-
 /// A command's name as two words: `comm` has fifteen bytes at most.
 fn pack(comm: &str) -> [u64; 2] {
     let mut bytes = [0; 16];
@@ -128,63 +123,15 @@ fn key_of(ino: u64) -> Option<KeyId> {
 pub struct Kept(pub Arc<OpenFiles>);
 
 impl Memory for Kept {
-    fn keep(&self, key: KeyId, standing: &Standing) {
-        match standing {
-            Standing::Lost(handle, epoch) => {
-                if let Some(slot) = self.0.find(open_name(handle.0)) {
-                    self.0.set(slot, LOST, epoch.0);
-                }
-            }
-            Standing::Shared(share) => {
-                self.0.insert(share_name(share.handle, share.owner), share_words(key, share));
-            }
-            Standing::Unshared(handle, owner) => drop(self.0.remove(share_name(*handle, *owner))),
+    fn lost(&self, handle: Handle, epoch: Epoch) {
+        if let Some(slot) = self.0.find(open_name(handle.0)) {
+            self.0.set(slot, LOST, epoch.0);
         }
     }
 
     fn next_event(&self, number: u64) {
         self.0.keep_next_event(number);
     }
-}
-
-fn share_words(key: KeyId, share: &Share) -> Words {
-    let who = &share.claimant;
-    let [comm, more] = pack(&who.command);
-    let by_locker = u64::from(who.holder == who.locker);
-    let (opener, locker) = (who.opener, who.locker);
-    let mut words = [0; WORDS];
-    let fields = [
-        SHARE,
-        share.handle.0,
-        Node::Claim(key).ino().0,
-        share.owner.0,
-        opener.pid.into(),
-        opener.start_time,
-        locker.pid.into(),
-        locker.start_time,
-        pair(who.uid, who.gid),
-        comm,
-        more,
-        by_locker,
-        who.request.0,
-    ];
-    words[..fields.len()].copy_from_slice(&fields);
-    words
-}
-
-fn share_of(words: &Words) -> Share {
-    let (opener, locker) = (process(words, 4), process(words, 6));
-    let (uid, gid) = split(words[8]);
-    let claimant = Claimant {
-        uid,
-        gid,
-        holder: if words[11] != 0 { locker } else { opener },
-        opener,
-        locker,
-        command: unpack([words[9], words[10]]),
-        request: RequestId(words[12]),
-    };
-    Share { handle: Handle(words[1]), owner: Owner(words[3]), claimant }
 }
 
 /// What the engine of a server that takes over has to know, from what its predecessor kept.
@@ -201,11 +148,6 @@ pub fn survivors(files: &OpenFiles) -> Survivors {
                 left.claim(key, handle, (words[LOST] != 0).then_some(Epoch(words[LOST])))
             }
             (DRAFT, Some(Node::Result(key, epoch))) => left.draft(key, handle, epoch),
-            (SHARE, Some(Node::Claim(key))) => {
-                let share = share_of(&words);
-                files.name(share_name(share.handle, share.owner), slot);
-                left.share(key, share);
-            }
             _ => {}
         }
         if matches!(kind, CLAIM..=ORDERS) {
@@ -377,7 +319,6 @@ impl LeaseFs {
                     polls.push(words[2]);
                     self.files.name(poll_name(words[HANDLE]), slot);
                 }
-                SHARE => {}
                 PIECE => {
                     let (handle, number) = (words[HANDLE], words[2]);
                     self.files.name(piece_name(handle, number), slot);
@@ -484,29 +425,5 @@ impl LeaseFs {
             (ORDERS, _) => Open::Control,
             _ => return None,
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_share_is_kept_whole() {
-        let opener = Process { pid: 12, start_time: 1 << 40 };
-        let locker = Process { pid: u32::MAX, start_time: 3 };
-        for holder in [opener, locker] {
-            let claimant = Claimant {
-                uid: 1000,
-                gid: u32::MAX,
-                holder,
-                opener,
-                locker,
-                command: Arc::from("fifteen-letters"),
-                request: RequestId(u64::MAX),
-            };
-            let share = Share { handle: Handle(1 << 50), owner: Owner(u64::MAX), claimant };
-            assert_eq!(share_of(&share_words(KeyId(7), &share)), share);
-        }
     }
 }
