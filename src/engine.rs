@@ -19,11 +19,12 @@ pub use survivors::{Memory, Oblivious, Survivors};
 pub use tree::Asked;
 use unread::{Need, Unread};
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use foldhash::HashMap;
 use parking_lot::Mutex;
 
 use crate::batch::{Batch, Done, Waiting};
@@ -113,6 +114,8 @@ struct Inner {
     held_by_uid: HashMap<u32, usize>,
     held: usize,
     batch: Batch,
+    /// An empty one, for the memory it has.
+    spare: Batch,
     /// Batches up to this one are settled.
     settled: u64,
     /// The newest batch that removes a namespace.
@@ -322,7 +325,8 @@ impl Engine {
                 if inner.batch.is_empty() {
                     return;
                 }
-                let next = Batch::new(inner.batch.number + 1);
+                let mut next = std::mem::take(&mut inner.spare);
+                next.number = inner.batch.number + 1;
                 let batch = std::mem::replace(&mut inner.batch, next);
                 self.publish_hints(&inner);
                 let durable = batch.durable && inner.config.durability == Durability::Full;

@@ -52,7 +52,7 @@ impl Bench {
 
     /// The connection is lost.
     fn orphan(&mut self) {
-        self.key.attempt.as_mut().unwrap().orphaned = true;
+        std::sync::Arc::make_mut(self.key.attempt.as_mut().unwrap()).orphaned = true;
     }
 
     fn expire(&mut self) -> Step {
