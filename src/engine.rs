@@ -258,6 +258,11 @@ impl Engine {
         answer(ready);
     }
 
+    /// Whether a request is in line. One that is not is answered already, or once its answer is recorded.
+    pub fn is_waiting(&self, waiter: WaiterId) -> bool {
+        self.inner.lock().waiting.key(waiter).is_some()
+    }
+
     /// Ends a waiting request with `EINTR`. Nothing happens where it is no longer waiting.
     pub fn interrupt(&self, waiter: WaiterId, now: Now) {
         let key = self.inner.lock().waiting.key(waiter);

@@ -207,12 +207,12 @@ fn attempt(epoch: u64) -> Arc<Attempt> {
 }
 
 fn noted(epoch: u64, note: String) -> Arc<Attempt> {
-    Arc::new(Attempt { note: note.into(), ..*attempt(epoch) })
+    Arc::new(Attempt { note: note.into(), ..(*attempt(epoch)).clone() })
 }
 
 fn ended(epoch: u64) -> Arc<Attempt> {
     let (outcome, now) = (Some(Outcome::Released), moment(1_500_000_000));
-    Arc::new(Attempt { outcome, ended: Some(now), held: false, ..*attempt(epoch) })
+    Arc::new(Attempt { outcome, ended: Some(now), held: false, ..(*attempt(epoch)).clone() })
 }
 
 const KEY: KeyId = KeyId(1);
@@ -444,7 +444,7 @@ fn a_result_is_found_while_it_is_in_the_journal_only() {
     let result = Some(leasefs::machine::ResultMeta { size: 7, committed_ms: 11, draft: Handle(9) });
     for epoch in 2..=4 {
         let [claim, end] = cycle(epoch);
-        let committed = Arc::new(Attempt { result, outcome: Some(Outcome::Completed), ..*attempt(epoch) });
+        let committed = Arc::new(Attempt { result, outcome: Some(Outcome::Completed), ..(*attempt(epoch)).clone() });
         journal.commit(&claim, false).expect("room");
         journal.commit(&[Write::Commit(KEY, committed, Handle(9))], false).expect("room");
         journal.commit(&end, false).expect("room");

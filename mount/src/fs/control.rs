@@ -341,6 +341,10 @@ impl Shared {
     /// Forgets whoever polled by a handle that is gone.
     pub(super) fn forget_polls(&self, handle: u64) {
         let mut polls = self.polls.lock();
+        // What is kept of one is forgotten by whoever takes it out of here.
+        if polls.keys.is_empty() && polls.events.is_empty() {
+            return;
+        }
         polls.events.remove(&handle);
         self.forget_poll(handle);
         polls.keys.retain(|_, handles| {
