@@ -5,7 +5,9 @@
 //! since is answered with the error as if it never was; what cannot be refused (a handle *was* closed) and who got into
 //! line is applied again and recorded later. What came before that point stands.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
+
+use foldhash::HashMap;
 
 use crate::error::Error;
 use crate::events::Kind;
@@ -87,6 +89,18 @@ pub(crate) struct Batch {
 impl Batch {
     pub fn new(number: u64) -> Batch {
         Batch { number, ..Batch::default() }
+    }
+
+    /// One without anything in it, in the memory of this one.
+    pub fn emptied(self) -> Batch {
+        let Batch { mut writes, mut answers, mut settled, mut log, mut notes, mut undo, .. } = self;
+        writes.clear();
+        answers.clear();
+        settled.clear();
+        log.clear();
+        notes.clear();
+        undo.clear();
+        Batch { writes, answers, settled, log, notes, undo, ..Batch::default() }
     }
 
     /// Whether there is nothing to do for it.

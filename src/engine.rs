@@ -20,11 +20,12 @@ pub use survivors::{Memory, Oblivious, Survivors};
 pub use tree::Asked;
 use unread::{Need, Unread};
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use foldhash::HashMap;
 use parking_lot::Mutex;
 
 use crate::batch::{Batch, Done, Waiting};
@@ -114,6 +115,8 @@ struct Inner {
     held_by_uid: HashMap<u32, usize>,
     held: usize,
     batch: Batch,
+    /// An empty one, for the memory it has.
+    spare: Batch,
     /// Batches up to this one are settled.
     settled: u64,
     /// The newest batch that removes a namespace.
@@ -256,6 +259,11 @@ impl Engine {
         answer(ready);
     }
 
+    /// Whether a request is in line. One that is not is answered already, or once its answer is recorded.
+    pub fn is_waiting(&self, waiter: WaiterId) -> bool {
+        self.inner.lock().waiting.key(waiter).is_some()
+    }
+
     /// Ends a waiting request with `EINTR`. Nothing happens where it is no longer waiting.
     pub fn interrupt(&self, waiter: WaiterId, now: Now) {
         let key = self.inner.lock().waiting.key(waiter);
@@ -323,7 +331,8 @@ impl Engine {
                 if inner.batch.is_empty() {
                     return;
                 }
-                let next = Batch::new(inner.batch.number + 1);
+                let mut next = std::mem::take(&mut inner.spare);
+                next.number = inner.batch.number + 1;
                 let batch = std::mem::replace(&mut inner.batch, next);
                 self.publish_hints(&inner);
                 let durable = batch.durable && inner.config.durability == Durability::Full;

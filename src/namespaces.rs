@@ -48,6 +48,7 @@ pub struct Namespace {
     pub row: NamespaceRow,
     /// The namespace it is in; none for the root.
     pub parent: Option<NamespaceId>,
+    /// By a hash that is safe against names chosen for it, unlike that of our own numbers elsewhere.
     children: HashMap<Box<str>, Node>,
     order: BTreeMap<u64, Node>,
     files: BTreeSet<KeyId>,
@@ -81,7 +82,7 @@ impl Namespace {
 /// The whole tree of namespaces.
 #[derive(Debug, Default)]
 pub struct Namespaces {
-    all: HashMap<NamespaceId, Namespace>,
+    all: foldhash::HashMap<NamespaceId, Namespace>,
     last: u64,
 }
 

@@ -11,7 +11,6 @@
 //!
 //! It must not know what a lease is: what a slot means is decided by [`crate::fs`].
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,6 +18,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail};
+use foldhash::HashMap;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use parking_lot::Mutex;
 

@@ -8,13 +8,13 @@
 //! the close of a draft is a request. So `stat` is read only of a thread that waits for an answer to something else, or
 //! that has no memory any more, which `statm` tells without waiting.
 
-use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use foldhash::HashMap;
 use leasefs::machine::{Process, Why};
 use parking_lot::Mutex;
 

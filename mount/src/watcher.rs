@@ -3,9 +3,9 @@
 //! fuser does not pass on the kernel's interrupts, and the kernel itself waits deafly for the answer: so `/proc` is
 //! asked, 20 ms after a wait began, then less often the longer it lasts, never more than 80 ms apart.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use foldhash::HashMap;
 use leasefs::WaiterId;
 use parking_lot::{Condvar, Mutex};
 

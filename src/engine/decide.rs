@@ -1,6 +1,9 @@
 //! What happens under the lock: an input is applied, its effects become writes, answers and announcements.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use foldhash::HashMap;
 
 use super::survivors::Left;
 use super::{Config, Inner, KeyEntry, MAX_CLOSES, Ready, Start};
@@ -25,14 +28,15 @@ impl Inner {
         let mut inner = Inner {
             namespaces: Namespaces::load(loaded.namespaces, root.clone()),
             config,
-            keys: HashMap::new(),
+            keys: HashMap::default(),
             last_key: loaded.last_key.0,
             deadlines: BTreeSet::new(),
             orphans: BTreeSet::new(),
             waiting: Waiting::default(),
-            held_by_uid: HashMap::new(),
+            held_by_uid: HashMap::default(),
             held: 0,
             batch: Batch::new(1),
+            spare: Batch::default(),
             settled: 0,
             removes: 0,
             retry_ns: None,
@@ -67,7 +71,7 @@ impl Inner {
         self.namespaces.link(namespace, name.into(), Node::Key(id));
         let mut state = KeyState {
             epoch: Epoch(known.row.epoch),
-            attempt: known.attempt,
+            attempt: known.attempt.map(Arc::new),
             previous_outcome: known.previous_outcome,
             finished: known.row.finished,
             latest_result: known.latest_result,
@@ -262,21 +266,25 @@ impl Inner {
         let unsettled = self.is_unsettled(id);
         let entry = self.keys.get_mut(&id)?;
         let ttl = self.namespaces.ttl(entry.namespace).unwrap_or(self.config.ttl);
-        let before = entry.state.clone();
+        let before = (entry.unsettled != self.batch.number).then(|| entry.state.clone());
+        let changes = entry.state.changes;
         let fact = input.is_fact();
-        let repeat = input.clone();
+        let repeat = (fact || matches!(input, Input::Lock { wait: Some(_), .. })).then(|| input.clone());
         let step = entry.state.apply(input, Context { now, ttl });
-        if self.watched && entry.state.changes != before.changes {
+        if self.watched && entry.state.changes != changes {
             self.changed.push(id);
         }
         let refusable = step.changes.iter().any(Change::is_refusable);
-        if refusable && entry.unsettled != self.batch.number {
+        if refusable && let Some(before) = before {
             entry.unsettled = self.batch.number;
             self.batch.remember(id, before);
         }
         let stays = fact || step.reply == Ok(Reply::Queued);
-        if stays && (unsettled || refusable) {
-            self.batch.log.push(Logged { key: id, input: repeat, now });
+        if stays
+            && (unsettled || refusable)
+            && let Some(input) = repeat
+        {
+            self.batch.log.push(Logged { key: id, input, now });
         }
         Some(step)
     }

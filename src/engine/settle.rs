@@ -31,16 +31,17 @@ struct TakenBack {
 
 impl Inner {
     /// The end of a batch: success is told, failure is taken back.
-    pub(super) fn settle(&mut self, batch: Batch, recorded: Result<(), Error>, now: Now, ready: &mut Ready) {
+    pub(super) fn settle(&mut self, mut batch: Batch, recorded: Result<(), Error>, now: Now, ready: &mut Ready) {
         self.settled = batch.number;
         match recorded {
             Ok(()) => {
                 self.metrics.commits += u64::from(!batch.writes.is_empty());
                 self.retry_ns = None;
-                for Note { key, kind, epoch, now } in batch.notes {
+                for Note { key, kind, epoch, now } in batch.notes.drain(..) {
                     self.announce(now, kind, key, epoch);
                 }
-                ready.extend(batch.answers.into_iter().map(|answer| (answer.done, answer.reply)));
+                ready.extend(batch.answers.drain(..).map(|answer| (answer.done, answer.reply)));
+                self.spare = batch.emptied();
             }
             Err(error) => {
                 self.metrics.commit_failures += 1;

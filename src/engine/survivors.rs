@@ -8,6 +8,7 @@
 //! decides, and what it knows nothing of was told to nobody.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::Inner;
 use crate::ids::{Epoch, Handle, KeyId};
@@ -109,7 +110,9 @@ impl Inner {
             }
         }
         let kept = state.live().is_some();
-        let Some(attempt) = state.attempt.as_mut().filter(|attempt| attempt.ended.is_none()) else { return };
+        let Some(attempt) = state.attempt.as_mut().filter(|attempt| attempt.ended.is_none()).map(Arc::make_mut) else {
+            return;
+        };
         if let Some(holder) = holder {
             let is_open = left.claims.iter().any(|(handle, _)| *handle == holder);
             if !is_open && left.complete_since.is_some_and(|first| holder >= first) {
@@ -118,7 +121,7 @@ impl Inner {
                 attempt.why = Some("nobody was told of it".into());
                 attempt.outcome = Some(Outcome::Lost);
                 attempt.ended = Some(now);
-                self.batch.writes.push(Write::End(id, Box::new(attempt.clone())));
+                self.batch.writes.extend(state.attempt.clone().map(|attempt| Write::End(id, attempt)));
                 return;
             }
             attempt.orphaned = !is_open;
@@ -133,7 +136,7 @@ impl Inner {
             });
             attempt.ended = Some(now);
             state.finished = completed;
-            self.batch.writes.push(Write::End(id, Box::new(attempt.clone())));
+            self.batch.writes.extend(state.attempt.clone().map(|attempt| Write::End(id, attempt)));
         }
     }
 }

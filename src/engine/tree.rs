@@ -1,6 +1,6 @@
 //! The engine's tree: which key or namespace a name stands for, and making, changing and removing namespaces.
 
-use std::collections::HashMap;
+use foldhash::HashMap;
 
 use super::unread::Need;
 use super::{Engine, Inner, KeyEntry};

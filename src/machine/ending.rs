@@ -2,6 +2,8 @@
 //!
 //! Every ending goes through [`KeyState::end`], and every one that is not the holder's own compares the epoch first.
 
+use std::sync::Arc;
+
 use super::attempt::{Attempt, Outcome, Process, ResultMeta, Why};
 use super::state::KeyState;
 use super::{Change, Context, Effects, Notice, Reply};
@@ -12,7 +14,7 @@ use crate::time::Now;
 impl KeyState {
     /// The holder gives the key back: closed, unlocked or unlinked. An open draft keeps the attempt alive (§6).
     pub(super) fn release(&mut self, why: Why, context: Context, fx: &mut Effects) {
-        let Some(attempt) = &mut self.attempt else { return };
+        let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) else { return };
         attempt.held = false;
         attempt.orphaned = false;
         attempt.why = Some(why);
@@ -20,28 +22,29 @@ impl KeyState {
     }
 
     fn end_unless_kept(&mut self, outcome: Outcome, context: Context, fx: &mut Effects) {
-        match self.live().cloned() {
-            Some(kept) => fx.changes.push(Change::Renewed(Box::new(kept))),
-            None => self.end(outcome, context, fx),
+        if self.live().is_some() {
+            fx.changes.extend(self.attempt.clone().map(Change::Renewed));
+        } else {
+            self.end(outcome, context, fx);
         }
     }
 
     /// Records the end of the newest attempt. A committed result outweighs any other outcome.
     fn end(&mut self, outcome: Outcome, context: Context, fx: &mut Effects) {
-        let Some(attempt) = &mut self.attempt else { return };
+        let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) else { return };
         let outcome = if attempt.result.is_some() { Outcome::Completed } else { outcome };
         attempt.held = false;
         attempt.orphaned = false;
         attempt.outcome = Some(outcome);
         attempt.ended = Some(context.now);
         self.finished = outcome == Outcome::Completed;
-        fx.changes.push(Change::Ended(Box::new(attempt.clone())));
         fx.notices.push(Notice::Ended(attempt.epoch, outcome));
+        fx.changes.extend(self.attempt.clone().map(Change::Ended));
     }
 
     /// Ends the live attempt against its holder's will: its handle is told `ESTALE` from now on.
     fn cut_off(&mut self, outcome: Outcome, why: Why, context: Context, fx: &mut Effects) {
-        let Some(attempt) = &mut self.attempt else { return };
+        let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) else { return };
         let handle = attempt.handle;
         // An orphan's handle went with its connection.
         if attempt.held && !attempt.orphaned {
@@ -85,7 +88,7 @@ impl KeyState {
     /// attempt that its holder took back in the meantime is not touched.
     pub(super) fn lose(&mut self, epoch: Epoch, why: Why, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
         let orphan = |attempt: &&mut Attempt| attempt.epoch == epoch && attempt.held && attempt.orphaned;
-        let Some(attempt) = self.attempt.as_mut().filter(orphan) else { return Err(Error::Stale) };
+        let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut).filter(orphan) else { return Err(Error::Stale) };
         attempt.held = false;
         attempt.orphaned = false;
         attempt.why = Some(why);
@@ -150,7 +153,7 @@ impl KeyState {
             return Err(Error::NotFound);
         }
         let was_live = self.live().is_some();
-        let Some(attempt) = self.attempt.as_mut().filter(|attempt| attempt.epoch == epoch) else {
+        let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut).filter(|attempt| attempt.epoch == epoch) else {
             return Err(Error::Stale);
         };
         if attempt.result.is_some() {
@@ -166,7 +169,7 @@ impl KeyState {
         if !was_live {
             attempt.outcome = None;
             attempt.ended = None;
-            fx.changes.push(Change::Revived(Box::new(attempt.clone())));
+            fx.changes.extend(self.attempt.clone().map(Change::Revived));
         }
         Ok(Reply::Done)
     }
@@ -201,12 +204,12 @@ impl KeyState {
             return Ok(Reply::Done);
         }
         let epoch = self.check_draft(handle, context.now)?;
-        let attempt = self.attempt.as_mut().ok_or(Error::Stale)?;
+        let attempt = self.attempt.as_mut().map(Arc::make_mut).ok_or(Error::Stale)?;
         let result = ResultMeta { size, committed_ms: context.now.wall_ms, draft: handle };
         attempt.result = Some(result);
         attempt.outcome = Some(Outcome::Completed);
         fx.notices.push(Notice::Completed(attempt.epoch));
-        fx.changes.push(Change::Committed(Box::new(attempt.clone()), handle));
+        fx.changes.extend(self.attempt.clone().map(|attempt| Change::Committed(attempt, handle)));
         self.latest_result = Some((epoch, result));
         Ok(Reply::Done)
     }

@@ -1,5 +1,7 @@
 //! Locks and the line of those who wait: first come, first served (§3).
 
+use std::sync::Arc;
+
 use super::attempt::{Attempt, Claimant, Via};
 use super::state::KeyState;
 use super::{Change, Context, Effects, Notice, Reply};
@@ -158,7 +160,7 @@ impl KeyState {
         // Asked again, the answer is the same, whatever became of the lease since.
         let request = waiter.claimant.request;
         let of_this = |attempt: &&Attempt| request != RequestId(0) && attempt.claimant.request == request;
-        if let Some(attempt) = self.attempt.as_ref().filter(of_this) {
+        if let Some(attempt) = self.attempt.as_deref().filter(of_this) {
             return Ok(Reply::Claimed(attempt.epoch));
         }
         if self.lost.contains(&waiter.handle) {
@@ -221,7 +223,7 @@ impl KeyState {
 
     /// A lock of a handle or an owner that has the lease already: one more owner of it, and a renewal.
     fn relock(&mut self, owner: Owner, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
-        if let Some(attempt) = &mut self.attempt
+        if let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut)
             && !attempt.owners.contains(&owner)
         {
             attempt.owners.push(owner);

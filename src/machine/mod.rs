@@ -19,6 +19,8 @@ pub use attempt::{Attempt, Claimant, Outcome, Process, ResultMeta, Via, Why};
 pub use line::{Mode, Share, Waiter};
 pub use state::{KeyState, State};
 
+use std::sync::Arc;
+
 use crate::error::Error;
 use crate::ids::{Epoch, Handle, Owner, RequestId, WaiterId};
 use crate::time::Now;
@@ -90,7 +92,7 @@ pub enum Input {
         /// The handle.
         handle: Handle,
         /// The new note, when it is a write.
-        note: Option<std::sync::Arc<str>>,
+        note: Option<Arc<str>>,
     },
     /// `user.lease.ttl` on the key's file (§5).
     SetTtl {
@@ -175,15 +177,15 @@ pub enum Reply {
 #[derive(Clone, Debug)]
 pub enum Change {
     /// A new attempt; must be durable before its claimer is told.
-    Claimed(Box<Attempt>),
+    Claimed(Arc<Attempt>),
     /// TTL, deadline or note of a live attempt, or the handle that holds it.
-    Renewed(Box<Attempt>),
+    Renewed(Arc<Attempt>),
     /// An attempt ended.
-    Ended(Box<Attempt>),
+    Ended(Arc<Attempt>),
     /// A draft was opened for an attempt whose handle is gone: it lives on.
-    Revived(Box<Attempt>),
+    Revived(Arc<Attempt>),
     /// A result was committed from this draft; must be durable before its writer is told.
-    Committed(Box<Attempt>, Handle),
+    Committed(Arc<Attempt>, Handle),
     /// Whether the key counts as finished.
     Finished(bool),
     /// A shared lock; must be recorded before its owner is told, so that it keeps others out whatever becomes of the

@@ -47,8 +47,9 @@ impl std::fmt::Display for State {
 pub struct KeyState {
     /// The newest epoch; 0 before the first.
     pub epoch: Epoch,
-    /// The newest attempt, live or ended. `None` before the first, and where its row was pruned.
-    pub attempt: Option<Attempt>,
+    /// The newest attempt, live or ended. `None` before the first, and where its row was pruned. Shared with whoever
+    /// records it: what was recorded stays as it was.
+    pub attempt: Option<Arc<Attempt>>,
     /// The outcome of the newest attempt before `attempt` that ended.
     pub previous_outcome: Option<Outcome>,
     /// The newest attempt is completed, its handles are closed, and nobody unlinked the key since.
@@ -75,17 +76,17 @@ pub struct KeyState {
 impl KeyState {
     /// The attempt that keeps everybody else out, if there is one: its handle or a draft is open.
     pub fn live(&self) -> Option<&Attempt> {
-        self.attempt.as_ref().filter(|attempt| attempt.held || self.has_live_draft(attempt))
+        self.attempt.as_deref().filter(|attempt| attempt.held || self.has_live_draft(attempt))
     }
 
     /// The newest attempt while it may still commit (§1: the registered attempt).
     pub fn registered(&self, now: Now) -> Option<&Attempt> {
-        self.attempt.as_ref().filter(|attempt| attempt.is_registered(now))
+        self.attempt.as_deref().filter(|attempt| attempt.is_registered(now))
     }
 
     /// The attempt held by this handle.
     pub fn held_by(&self, handle: Handle) -> Option<&Attempt> {
-        self.attempt.as_ref().filter(|attempt| attempt.held && attempt.handle == handle)
+        self.attempt.as_deref().filter(|attempt| attempt.held && attempt.handle == handle)
     }
 
     /// The state by name. An attempt whose deadline has passed counts as ended even before its expiry was applied.
@@ -194,7 +195,8 @@ impl KeyState {
             result: None,
         };
         attempt.extend(context.now);
-        fx.changes.push(Change::Claimed(Box::new(attempt.clone())));
+        let attempt = Arc::new(attempt);
+        fx.changes.push(Change::Claimed(Arc::clone(&attempt)));
         fx.notices.push(Notice::Granted(self.epoch));
         self.attempt = Some(attempt);
         Ok(self.epoch)
@@ -222,7 +224,7 @@ impl KeyState {
         context: Context,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
-        if let Some(attempt) = &mut self.attempt {
+        if let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) {
             attempt.handle = handle;
             attempt.owners = owner.into_iter().collect();
             attempt.via = via;
@@ -251,28 +253,29 @@ impl KeyState {
 
     /// Renews the attempt that is held; the caller has made sure whose it is.
     pub(super) fn renew(&mut self, note: Option<Arc<str>>, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
-        let attempt = self.attempt.as_mut().ok_or(Error::Stale)?;
+        let attempt = self.attempt.as_mut().map(Arc::make_mut).ok_or(Error::Stale)?;
         attempt.renewed = context.now;
         attempt.extend(context.now);
         if let Some(note) = note {
             attempt.note = note;
         }
-        fx.notices.push(Notice::Renewed(attempt.epoch));
-        fx.changes.push(Change::Renewed(Box::new(attempt.clone())));
-        Ok(Reply::Renewed(attempt.epoch))
+        let epoch = attempt.epoch;
+        fx.notices.push(Notice::Renewed(epoch));
+        fx.changes.extend(self.attempt.clone().map(Change::Renewed));
+        Ok(Reply::Renewed(epoch))
     }
 
     pub(super) fn set_ttl(&mut self, uid: u32, ttl: Ttl, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
         if self.live().is_none() {
             return Err(Error::Stale);
         }
-        let attempt = self.attempt.as_mut().ok_or(Error::Stale)?;
+        let attempt = self.attempt.as_mut().map(Arc::make_mut).ok_or(Error::Stale)?;
         if uid != 0 && uid != attempt.claimant.uid {
             return Err(Error::NotPermitted);
         }
         attempt.ttl = ttl;
         attempt.extend(context.now);
-        fx.changes.push(Change::Renewed(Box::new(attempt.clone())));
+        fx.changes.extend(self.attempt.clone().map(Change::Renewed));
         Ok(Reply::Done)
     }
 }

@@ -52,7 +52,7 @@ impl Bench {
 
     /// The connection is lost.
     fn orphan(&mut self) {
-        self.key.attempt.as_mut().unwrap().orphaned = true;
+        std::sync::Arc::make_mut(self.key.attempt.as_mut().unwrap()).orphaned = true;
     }
 
     fn expire(&mut self) -> Step {
@@ -181,7 +181,7 @@ fn an_orphaned_holder_has_its_attempt_back_before_those_in_line() {
     assert_eq!(bench.lock(3, Owner(30), Mode::Exclusive).reply, Ok(Reply::Renewed(Epoch(1))));
     assert_eq!(bench.key.state(NOW), State::Held);
     let attempt = bench.key.attempt.clone().unwrap();
-    assert_eq!((attempt.handle, attempt.owners), (Handle(3), vec![Owner(30)]));
+    assert_eq!((attempt.handle, &attempt.owners[..]), (Handle(3), &[Owner(30)][..]));
     assert_eq!(attempt.deadline_ns, NOW.boot_ns + 1_000 + Ttl::DEFAULT.as_nanos());
     // Once: another handle of the process is one like any other now.
     assert_eq!(bench.lock(4, Owner(40), Mode::Exclusive).reply, Err(Error::WouldBlock));

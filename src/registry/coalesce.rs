@@ -3,8 +3,10 @@
 //! The outcome, and what is refused, is that of the writes one by one ([`super::sqlite_write`]); `tests/model/journal.rs`
 //! compares the two. So [`merge`] changes exactly the columns that the statement of the same name does.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::sync::Arc;
+
+use foldhash::HashMap;
 
 use super::Write;
 use crate::ids::{Epoch, Handle, KeyId, Owner};
@@ -17,7 +19,7 @@ pub(super) enum Op<'a> {
     /// A key's epoch goes from one to another, refused unless it is the one.
     Count { key: KeyId, before: Epoch, after: Epoch, finished: bool },
     /// An attempt that was not there before, as it is after all of them.
-    Insert(KeyId, Box<Attempt>),
+    Insert(KeyId, Arc<Attempt>),
 }
 
 /// A write that does not fit those before it.
@@ -62,7 +64,11 @@ impl<'a> Plan<'a> {
                 };
                 let newest = !self.inserts.contains_key(&(*key, a.epoch.next()));
                 if let Some(Op::Insert(_, row)) = self.ops.get_mut(*at) {
-                    merge(row, write, newest).map_err(|what| Misfit { what, key: *key, epoch: a.epoch })?;
+                    merge(Arc::make_mut(row), write, newest).map_err(|what| Misfit {
+                        what,
+                        key: *key,
+                        epoch: a.epoch,
+                    })?;
                 }
                 if matches!(write, Write::End(..)) && a.outcome == Some(Outcome::Completed) {
                     self.finish(*key, true);
@@ -110,7 +116,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    fn claim(&mut self, key: KeyId, attempt: &Attempt) -> Result<(), Misfit> {
+    fn claim(&mut self, key: KeyId, attempt: &Arc<Attempt>) -> Result<(), Misfit> {
         self.renewals.remove(&key);
         match self.counts.get(&key).and_then(|at| self.ops.get_mut(*at)) {
             Some(Op::Count { after, finished, .. }) => {
@@ -126,7 +132,7 @@ impl<'a> Plan<'a> {
             }
         }
         self.inserts.insert((key, attempt.epoch), self.ops.len());
-        self.ops.push(Op::Insert(key, Box::new(attempt.clone())));
+        self.ops.push(Op::Insert(key, Arc::clone(attempt)));
         Ok(())
     }
 

@@ -13,6 +13,8 @@ mod sqlite_read;
 mod sqlite_write;
 mod tape;
 
+use std::sync::Arc;
+
 use crate::error::Error;
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner, RequestId};
 use crate::key::Key;
@@ -27,15 +29,15 @@ pub enum Write {
     /// A key that was opened and never claimed is in nobody's use any more.
     Forget(KeyId),
     /// A new attempt; refused unless the key's epoch is exactly one less.
-    Claim(KeyId, Box<Attempt>),
+    Claim(KeyId, Arc<Attempt>),
     /// Deadline, TTL, note or handle of an attempt that has not ended.
-    Renew(KeyId, Box<Attempt>),
+    Renew(KeyId, Arc<Attempt>),
     /// The end of an attempt; refused unless exactly that attempt has not ended.
-    End(KeyId, Box<Attempt>),
+    End(KeyId, Arc<Attempt>),
     /// An ended attempt lives on by a draft; refused unless it is the newest and has ended without a result.
-    Revive(KeyId, Box<Attempt>),
+    Revive(KeyId, Arc<Attempt>),
     /// A result, and the draft it comes from; refused where the attempt has one.
-    Commit(KeyId, Box<Attempt>, Handle),
+    Commit(KeyId, Arc<Attempt>, Handle),
     /// Whether the key counts as finished.
     Finished(KeyId, bool),
     /// The last request about a key that must be recognised should it come again.

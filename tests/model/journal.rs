@@ -184,9 +184,9 @@ fn a_journal_that_is_damaged_counts_up_to_there() {
     });
 }
 
-fn attempt(epoch: u64) -> Box<Attempt> {
+fn attempt(epoch: u64) -> Arc<Attempt> {
     let now = moment(1_000_000_000);
-    Box::new(Attempt {
+    Arc::new(Attempt {
         epoch: Epoch(epoch),
         via: Via::Create,
         claimant: claimant(1, 1),
@@ -207,13 +207,13 @@ fn attempt(epoch: u64) -> Box<Attempt> {
     })
 }
 
-fn noted(epoch: u64, note: String) -> Box<Attempt> {
-    Box::new(Attempt { note: note.into(), ..*attempt(epoch) })
+fn noted(epoch: u64, note: String) -> Arc<Attempt> {
+    Arc::new(Attempt { note: note.into(), ..(*attempt(epoch)).clone() })
 }
 
-fn ended(epoch: u64) -> Box<Attempt> {
+fn ended(epoch: u64) -> Arc<Attempt> {
     let (outcome, now) = (Some(Outcome::Released), moment(1_500_000_000));
-    Box::new(Attempt { outcome, ended: Some(now), held: false, ..*attempt(epoch) })
+    Arc::new(Attempt { outcome, ended: Some(now), held: false, ..(*attempt(epoch)).clone() })
 }
 
 const KEY: KeyId = KeyId(1);
@@ -445,7 +445,7 @@ fn a_result_is_found_while_it_is_in_the_journal_only() {
     let result = Some(leasefs::machine::ResultMeta { size: 7, committed_ms: 11, draft: Handle(9) });
     for epoch in 2..=4 {
         let [claim, end] = cycle(epoch);
-        let committed = Box::new(Attempt { result, outcome: Some(Outcome::Completed), ..*attempt(epoch) });
+        let committed = Arc::new(Attempt { result, outcome: Some(Outcome::Completed), ..(*attempt(epoch)).clone() });
         journal.commit(&claim, false).expect("room");
         journal.commit(&[Write::Commit(KEY, committed, Handle(9))], false).expect("room");
         journal.commit(&end, false).expect("room");

@@ -92,7 +92,7 @@ impl Ledger {
 
     /// Whether the rows say what the key is, and keep §7.
     pub fn check(&self, key: &KeyState) -> Result<(), String> {
-        let newest = key.attempt.as_ref().map(row);
+        let newest = key.attempt.as_deref().map(row);
         if (self.epoch, self.finished, self.rows.last()) != (key.epoch.0, key.finished, newest.as_ref()) {
             return Err(format!("recorded {:?}, but the key is {key:?}", self.rows.last()));
         }

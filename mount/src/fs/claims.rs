@@ -196,7 +196,6 @@ impl LeaseFs {
         if request.sleep {
             let Some(place) = self.flight.park(req.unique()) else { return reply.error(Errno::ENOLCK) };
             let waiter = self.engine.new_waiter();
-            self.watcher.add(Wait::Lock(waiter), req.pid());
             wait = Some((waiter, place));
         }
         let fs = self.clone();
@@ -211,6 +210,13 @@ impl LeaseFs {
         };
         let wait = wait.map(|(waiter, _)| waiter);
         self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
+        if let Some(waiter) = wait.filter(|waiter| self.engine.is_waiting(*waiter)) {
+            self.watcher.add(Wait::Lock(waiter), req.pid());
+            // Its answer may have come in between, and has found nothing to take off the watch.
+            if !self.engine.is_waiting(waiter) {
+                self.watcher.remove(Wait::Lock(waiter));
+            }
+        }
     }
 
     /// The lock owner that a request means. The kernel's number for a POSIX lock owner outlives the process it stood for
@@ -245,6 +251,9 @@ impl LeaseFs {
 
     /// Forgets the owners that only a handle now closed told apart.
     pub(super) fn forget_owners(&self, numbers: &HashSet<u64>, handle: Handle) {
+        if numbers.is_empty() {
+            return;
+        }
         let mut owners = self.owners.lock();
         for number in numbers {
             self.forget_owner(*number, handle);

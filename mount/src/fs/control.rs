@@ -340,9 +340,12 @@ impl Shared {
 
     /// Forgets whoever polled by a handle that is gone.
     pub(super) fn forget_polls(&self, handle: u64) {
-        let mut polls = self.polls.lock();
-        polls.events.remove(&handle);
         self.forget_poll(handle);
+        let mut polls = self.polls.lock();
+        if polls.keys.is_empty() && polls.events.is_empty() {
+            return;
+        }
+        polls.events.remove(&handle);
         polls.keys.retain(|_, handles| {
             handles.remove(&handle);
             !handles.is_empty()

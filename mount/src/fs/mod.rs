@@ -104,8 +104,8 @@ pub struct Shared {
     /// Open files of a predecessor, by the request that opened them.
     repeated: Mutex<HashMap<u64, u64>>,
     processes: Processes,
-    handles: Mutex<HashMap<u64, Open>>,
-    owners: Mutex<HashMap<u64, KnownOwner>>,
+    handles: Mutex<foldhash::HashMap<u64, Open>>,
+    owners: Mutex<foldhash::HashMap<u64, KnownOwner>>,
     polls: Mutex<Polls>,
     parked: Mutex<Parked>,
     gathered: AtomicU32,
