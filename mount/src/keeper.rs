@@ -41,6 +41,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
+use crate::flight::Flight;
 use crate::handover::{ABLE, Fds, Handover, PROTOCOL, READY};
 use crate::server::{self, LOG, Plan};
 use crate::{connection, dead_mount, kernel_mount, mountinfo};
@@ -120,7 +121,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
             plan,
         },
         device,
-        _memory: [flight, files, last_read],
+        memory: [flight, files, last_read],
         signals,
         control,
         _lock: lock,
@@ -179,7 +180,7 @@ struct Upgrade {
 struct Keeper {
     handover: Handover,
     device: OwnedFd,
-    _memory: [OwnedFd; 3],
+    memory: [OwnedFd; 3],
     signals: SignalFd,
     control: Control,
     /// Below what is removed from the state directory, so that it is locked still.
@@ -395,9 +396,15 @@ impl Keeper {
                 self.start_at = Some(Instant::now() + pause);
                 Ok(None)
             }
-            None if never_ready => bail!("no server gets ready: {said}"),
+            None if never_ready && !self.has_served() => bail!("no server gets ready: {said}"),
             None => Ok(Some(Ending::GaveUp(self.pace.unready()))),
         }
+    }
+
+    /// Whether a server has spoken to the kernel, so that somebody may hold something, though it was not ready yet.
+    fn has_served(&self) -> bool {
+        let flight = self.memory[0].try_clone().ok().and_then(|memory| Flight::open(memory).ok());
+        flight.is_none_or(|flight| flight.has_answered_init())
     }
 
     // ---- upgrade ------------------------------------------------------------------------------------------------

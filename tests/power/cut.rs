@@ -24,7 +24,7 @@ use crate::common::{LEASEFS, PATIENCE, assert_ok};
 use crate::device::{Device, Event, Faults};
 use crate::replay::{Replay, Survivors};
 
-const DISK_BYTES: usize = 32 << 20;
+const DISK_BYTES: usize = 64 << 20;
 const AGENTS: usize = 4;
 /// Cuts, and how many of them a real mount looks at as well.
 const CUTS: usize = 256;
