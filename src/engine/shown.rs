@@ -1,0 +1,80 @@
+//! What the engine shows of itself: results of ended attempts, events, counters.
+
+use super::*;
+
+impl Engine {
+    /// Size in bytes, commit time in Unix milliseconds and uid of an attempt's result.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn result_of(&self, key: KeyId, epoch: Epoch) -> Result<Option<StoredResult>, Error> {
+        let newest = self.knowing(Need::Key(key))?.keys.get(&key).map(|entry| {
+            let attempt = entry.state.attempt.as_ref().filter(|attempt| attempt.epoch == epoch);
+            let known = attempt.map(|a| {
+                a.result.map(|r| StoredResult { size: r.size, committed_ms: r.committed_ms, uid: a.claimant.uid })
+            });
+            (entry.state.epoch, known)
+        });
+        match newest {
+            None => Ok(None),
+            Some((last, _)) if epoch > last || epoch == Epoch(0) => Ok(None),
+            Some((_, Some(known))) => Ok(known),
+            Some((_, None)) => self.reader.lock().result(key, epoch),
+        }
+    }
+
+    /// The epochs above `after` that have a result, lowest first.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn results_of(&self, key: KeyId, after: Epoch, limit: usize) -> Result<Vec<Epoch>, Error> {
+        self.reader.lock().results(key, after, limit)
+    }
+
+    /// Counts and announces a refusal that the state machine did not see.
+    pub fn note_stale(&self, key: KeyId, epoch: Epoch, now: Now) {
+        // Of a key that cannot be read, nothing can be said.
+        let Ok(mut inner) = self.knowing(Need::Key(key)) else { return };
+        inner.note(now, Kind::Stale, key, epoch);
+        self.publish_hints(&inner);
+    }
+
+    /// The number of the next event.
+    pub fn next_event(&self) -> u64 {
+        self.inner.lock().events.next()
+    }
+
+    /// Events from a number on, of the keys the caller may see: see [`Events::read`].
+    pub fn events(&self, from: u64, limit: usize, who: &Credentials) -> (String, u64) {
+        let inner = self.inner.lock();
+        inner.events.read(from, limit, |key| inner.namespaces.may_see(who, key.split().0))
+    }
+
+    /// The keys whose state changed since the last call.
+    pub fn take_changed(&self) -> Vec<KeyId> {
+        std::mem::take(&mut self.inner.lock().changed)
+    }
+
+    /// `.leasefs/metrics`.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn metrics(&self) -> Result<String, Error> {
+        let inner = self.knowing(Need::All)?;
+        let gauges = Gauges { held: inner.held, waiting: inner.waiting.len(), keys: inner.keys.len() };
+        Ok(inner.metrics.render(gauges))
+    }
+
+    /// Keys that ever were.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn key_count(&self) -> Result<usize, Error> {
+        Ok(self.knowing(Need::All)?.keys.len())
+    }
+
+    /// Most bytes in a result.
+    pub fn max_result(&self) -> u64 {
+        self.inner.lock().config.max_result
+    }
+}
