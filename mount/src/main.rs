@@ -17,6 +17,7 @@ mod mountinfo;
 mod openfiles;
 mod orphans;
 mod process;
+mod reading;
 mod server;
 mod timekeeper;
 mod watcher;

@@ -107,7 +107,9 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         polls: &polls,
         given_out: fs.given_out(),
     };
-    connection.run(fs.clone(), || {
+    let waiting = Arc::clone(fs.shared());
+    let on_interrupt = move |unique| waiting.on_interrupt(unique);
+    connection.run(fs.clone(), on_interrupt, || {
         fs.shared().set_careful(false);
         fs.shared().set_direct();
         tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
