@@ -119,7 +119,8 @@ mod tests {
     /// In one test, as there is one session in a process.
     #[test]
     fn interrupts_are_taken_out_of_what_the_session_reads() {
-        let pair = || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_NONBLOCK).expect("pair");
+        let pair =
+            || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_NONBLOCK).expect("pair");
         let ((kernel, session), (far, other)) = (pair(), pair());
         let (said, heard) = mpsc::channel();
         let buffer = Box::leak(vec![0_u8; LARGEST].into_boxed_slice());

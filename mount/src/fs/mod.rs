@@ -329,6 +329,7 @@ impl Shared {
 
     /// The kernel says that a signal came for whoever sent this request. To be called by the thread that reads requests.
     pub fn on_interrupt(&self, unique: u64) {
+        killpoint::kill_point(killpoint::INTERRUPTED, b"");
         self.watcher.interrupted(unique);
         // Nothing may follow that the kernel has to read.
         self.settle();
