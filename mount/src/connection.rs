@@ -96,8 +96,7 @@ impl Connection<'_> {
             self.replace(number)?;
         }
         let last = self.last_read(&relay, takes_over).context("what was read last")?;
-        let buffer = lastread::buffer(&self.last_read).context("memory for what is read")?;
-        reading::begin(number, buffer, on_interrupt);
+        reading::begin(number, on_interrupt);
         // Not bound to this scope: where taking over fails, the process is to end though the session still waits.
         let running = std::thread::Builder::new().name("session".into()).spawn(|| session.run())?;
         if takes_over {
@@ -106,6 +105,10 @@ impl Connection<'_> {
         // Open, it would keep the session's end of the pair in use.
         drop(relay);
         ready();
+        // Whoever was told has looked at the tree, so something was read.
+        if !reading::is_in_use() {
+            tracing::warn!("whoever waits in another pid namespace does not hear signals: fuser has changed");
+        }
         match running.join() {
             Ok(result) => result.context("the connection to the kernel broke"),
             Err(_) => bail!("the thread that answers requests failed: see the log above"),
@@ -119,7 +122,7 @@ impl Connection<'_> {
         if done < 0 { Err(io::Error::last_os_error()).context("dup3") } else { Ok(()) }
     }
 
-    /// What the server before had read and nobody has handled.
+    /// What the server before had read and nobody has handled. The next such is kept, too.
     fn last_read(&self, relay: &Relay, takes_over: bool) -> io::Result<Option<Vec<u8>>> {
         // What was saved comes first: then what was read last came from here, and is known.
         let candidates = if takes_over && !self.resend {
@@ -131,6 +134,7 @@ impl Connection<'_> {
             |message: &Vec<u8>| Header::of(message).is_some_and(|h| self.is_unanswered(relay, h.unique));
         let last = candidates.into_iter().flatten().find(is_unanswered);
         self.flight.save(last.as_deref());
+        lastread::offer(&self.last_read)?;
         Ok(last)
     }
 
@@ -151,7 +155,7 @@ impl Connection<'_> {
         }
         parked.into_iter().for_each(|place| self.flight.unpark(place));
         self.flight.save(None);
-        if !reading::is_in_use() {
+        if !lastread::is_in_use() {
             tracing::warn!("should this server be killed, what it reads last may get lost: fuser has changed");
         }
         // A request that is sent again brings its interrupt along; of those made again, the server before may have had it.

@@ -1,41 +1,35 @@
 //! How fuser reads requests: `read(2)` is defined here, in front of the C library's.
 //!
 //! fuser answers the kernel's interrupts with `ENOSYS`, and from then on the kernel sends none: whoever waits for us is
-//! deaf to signals then. It has no way to be asked for anything else, nor to be given a buffer; but it reads by the
-//! function `read`, and the linker takes the program's own over a library's. So this one is the plain system call for
-//! every descriptor but the session's, where it does two things more:
+//! deaf to signals then. fuser cannot be told otherwise; but it reads by the function `read`, and the linker takes the
+//! program's own over a library's. So this one is the plain system call for every descriptor but the session's. There,
+//! interrupts are taken out and told to whoever asked for them, and fuser never sees one.
 //!
-//! - Interrupts are taken out and told to who asked for them; fuser never sees one. An interrupt needs no answer. It comes
-//!   after its request, since one thread reads and the kernel sends it only once the request was read.
-//! - What is read lies first in memory that outlives the server: see [`crate::lastread`].
+//! An interrupt needs no answer. It comes after its request, as one thread reads, and the kernel sends it only once the
+//! request was read; the request may have been answered by then.
 //!
 //! Should fuser read in another way one day, [`is_in_use`] says so: then signals are found by [`crate::watcher`]'s looks
-//! alone, and what was read last is not known to the next server.
+//! alone, as far as callers can be seen.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::RawFd;
-use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use crate::connection::interrupted;
-use crate::lastread::LARGEST;
 
 /// No session.
 const NONE: RawFd = -1;
 
 static SESSION: AtomicI32 = AtomicI32::new(NONE);
-static BUFFER: AtomicPtr<u8> = AtomicPtr::new(null_mut());
 static IN_USE: AtomicBool = AtomicBool::new(false);
 static ON_INTERRUPT: OnceLock<Box<dyn Fn(u64) + Send + Sync>> = OnceLock::new();
 
-/// From here on, what is read from `session` lies in `buffer` first, which is [`LARGEST`] bytes that are never unmapped, and
-/// `on_interrupt` is called, by the thread that reads, with the number of each request that a signal came for. To be
-/// called once, before the thread that reads is made.
-pub fn begin(session: RawFd, buffer: NonNull<u8>, on_interrupt: impl Fn(u64) + Send + Sync + 'static) {
+/// From here on, `on_interrupt` is called, by the thread that reads `session`, with the number of each request that a signal
+/// came for. To be called once, before that thread is made.
+pub fn begin(session: RawFd, on_interrupt: impl Fn(u64) + Send + Sync + 'static) {
     // The first one stays, as there is one session.
     let _ = ON_INTERRUPT.set(Box::new(on_interrupt));
-    BUFFER.store(buffer.as_ptr(), Ordering::Release);
     SESSION.store(session, Ordering::Release);
 }
 
@@ -55,7 +49,7 @@ pub unsafe extern "C" fn read(fd: c_int, buffer: *mut c_void, count: libc::size_
         return unsafe { system_read(fd, buffer, count) };
     }
     // SAFETY: the caller's promise.
-    unsafe { read_request(fd, buffer.cast(), count) }
+    unsafe { read_request(fd, buffer, count) }
 }
 
 /// The system call itself, which sets `errno` as the C library's function does.
@@ -70,13 +64,12 @@ unsafe fn system_read(fd: c_int, buffer: *mut c_void, count: libc::size_t) -> li
 /// The next request that is no interrupt.
 ///
 /// # Safety
-/// That of [`read`]; one thread only.
-unsafe fn read_request(fd: c_int, buffer: *mut u8, count: libc::size_t) -> libc::ssize_t {
-    let kept = BUFFER.load(Ordering::Acquire);
+/// That of [`read`].
+unsafe fn read_request(fd: c_int, buffer: *mut c_void, count: libc::size_t) -> libc::ssize_t {
     IN_USE.store(true, Ordering::Relaxed);
     loop {
-        // SAFETY: `begin` was promised this many bytes, for ever, and only the one thread that reads uses them.
-        let read = unsafe { system_read(fd, kept.cast(), count.min(LARGEST)) };
+        // SAFETY: the caller's promise.
+        let read = unsafe { system_read(fd, buffer, count) };
         let Ok(length) = usize::try_from(read) else {
             // Where this ends the session, its number is somebody else's next.
             let errno = std::io::Error::last_os_error().raw_os_error();
@@ -85,23 +78,18 @@ unsafe fn read_request(fd: c_int, buffer: *mut u8, count: libc::size_t) -> libc:
             }
             return read;
         };
-        // SAFETY: the kernel has just written them, and nobody writes there before the next read.
-        let message = unsafe { std::slice::from_raw_parts(kept, length) };
-        if let Some(unique) = interrupted(message) {
-            if let Some(tell) = ON_INTERRUPT.get() {
-                tell(unique);
-            }
-            continue;
+        // SAFETY: the kernel has just written them, and until this returns nobody else uses the caller's buffer.
+        let message = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), length) };
+        match interrupted(message) {
+            None => return read,
+            Some(unique) => ON_INTERRUPT.get().map_or((), |tell| tell(unique)),
         }
-        // SAFETY: at most `count` were read; the caller's buffer is its own.
-        unsafe { std::ptr::copy_nonoverlapping(kept, buffer, length) };
-        return read;
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io;
+    use std::io::Read;
     use std::os::fd::AsRawFd;
     use std::sync::mpsc;
 
@@ -123,24 +111,20 @@ mod tests {
             || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_NONBLOCK).expect("pair");
         let ((kernel, session), (far, other)) = (pair(), pair());
         let (said, heard) = mpsc::channel();
-        let buffer = Box::leak(vec![0_u8; LARGEST].into_boxed_slice());
-        let kept = NonNull::from(&mut buffer[0]);
-        begin(session.as_raw_fd(), kept, move |unique| said.send(unique).expect("somebody hears"));
+        begin(session.as_raw_fd(), move |unique| said.send(unique).expect("somebody hears"));
 
         let interrupt = message(36, 11, &10_u64.to_ne_bytes());
         let (first, second) = (message(3, 12, &[1; 16]), message(3, 14, &[2; 16]));
         for request in [&first, &interrupt, &interrupt, &second] {
             nix::unistd::write(&kernel, request).expect("sent");
         }
-        let mut bytes = vec![0; LARGEST + 4096];
-        // As fuser reads, and as the standard library does.
+        let mut bytes = vec![0; 4096];
+        // As fuser reads.
         let length = nix::unistd::read(&session, &mut bytes).expect("a request");
         assert_eq!((&bytes[..length], heard.try_recv().ok()), (&first[..], None));
         let length = nix::unistd::read(&session, &mut bytes).expect("a request");
         assert_eq!(&bytes[..length], &second[..]);
         assert_eq!(heard.try_iter().collect::<Vec<_>>(), [10, 10]);
-        // SAFETY: nothing writes there while this looks.
-        assert_eq!(unsafe { std::slice::from_raw_parts(kept.as_ptr(), length) }, &second[..], "it is kept");
         assert!(is_in_use());
         // Nothing to read is no end.
         assert_eq!(nix::unistd::read(&session, &mut bytes), Err(Errno::EAGAIN));
@@ -151,6 +135,6 @@ mod tests {
         assert_eq!((&bytes[..length], heard.try_recv().ok()), (&interrupt[..], None));
         assert_eq!(nix::unistd::read(&other, &mut bytes), Err(Errno::EAGAIN), "with the errno of the call");
         let mut file = std::fs::File::open("/proc/self/comm").expect("a file");
-        assert!(io::Read::read_to_end(&mut file, &mut Vec::new()).expect("it is read") > 0);
+        assert!(file.read(&mut bytes).expect("it is read") > 0);
     }
 }

@@ -165,6 +165,8 @@ fn callers_that_the_server_cannot_see_claim_and_commit_as_any_other() {
     parent.kill();
     assert_eq!(other.try_all("job"), "EEXIST EAGAIN EAGAIN EAGAIN EAGAIN ");
     assert_eq!((child.epoch(fd), child.write(fd, "half way")), (Ok(1), Ok(8)));
+    // What goes by who it is, and not by its handle, is not for somebody who could be anybody.
+    assert_eq!((child.touch(fd), child.unlink(&tree.claim("job"))), (Err(Errno::EACCES), Err(Errno::EBUSY)));
     host.must("echo 'all is well' >$M/results/job/1");
     wait_for("the result", || tree.result("job", 1).exists());
     assert_eq!(other.must("cat $M/results/job/latest"), "all is well");
