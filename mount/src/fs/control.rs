@@ -9,6 +9,7 @@ use leasefs::{Epoch, Error, Handle, Key, KeyId, view};
 use serde::Deserialize;
 
 use super::handles::{Open, Snapshot};
+use super::orders::Pruning;
 use super::{Caller, LeaseFs, Shared};
 use crate::clock;
 use crate::errno::errno;
@@ -49,6 +50,10 @@ enum Order {
         #[serde(default)]
         reason: String,
     },
+    /// To prune what has ended: see [`super::orders`].
+    Prune(Pruning),
+    /// To look for proof that the holders of orphaned keys are dead, now.
+    Reap {},
 }
 
 impl LeaseFs {
@@ -118,7 +123,7 @@ impl LeaseFs {
         let fresh = || match file {
             Control::Version => Some(format!("{}\n", self.settings.version)),
             Control::Config => serde_json::to_string(&self.settings).ok().map(|json| json + "\n"),
-            Control::Metrics => self.engine.metrics().ok(),
+            Control::Metrics => self.metrics().ok(),
             Control::Events | Control::Orders => None,
         };
         let text = if offset == 0 { fresh() } else { None };
@@ -167,8 +172,12 @@ impl LeaseFs {
 
     pub(super) fn order(&self, req: &Caller, data: &[u8], reply: ReplyWrite) {
         let now = clock::now();
-        let Ok(Order::Evict { key, epoch, reason }) = serde_json::from_slice(data) else {
-            return reply.error(Errno::EINVAL);
+        let length = u32::try_from(data.len()).unwrap_or(0);
+        let (key, epoch, reason) = match serde_json::from_slice(data) {
+            Ok(Order::Evict { key, epoch, reason }) => (key, epoch, reason),
+            Ok(Order::Prune(pruning)) => return self.order_prune(req, pruning, length, reply),
+            Ok(Order::Reap {}) => return self.order_reap(req, length, reply),
+            Err(_) => return reply.error(Errno::EINVAL),
         };
         let key = match Key::parse(&key) {
             Ok(key) => key,
@@ -189,7 +198,6 @@ impl LeaseFs {
         let Seen { process, .. } = self.processes.identify(req.pid());
         let by = format!("by uid {uid} (pid {})", process.pid);
         let why = if reason.is_empty() { by } else { format!("{by}: {reason}") };
-        let length = u32::try_from(data.len()).unwrap_or(0);
         let done = move |result: Result<_, Error>| match result {
             Ok(_) => reply.written(length),
             Err(error) => reply.error(errno(&error)),
