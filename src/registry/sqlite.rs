@@ -58,7 +58,8 @@ CREATE TABLE attempts(
     ttl_ms INTEGER NOT NULL, deadline_ns INTEGER NOT NULL, handle INTEGER NOT NULL, owners BLOB NOT NULL,
     request INTEGER NOT NULL, note TEXT NOT NULL, held INTEGER NOT NULL, registered INTEGER NOT NULL,
     outcome TEXT, reason TEXT, ended_ms INTEGER, result_size INTEGER, result_ms INTEGER,
-    result_draft INTEGER, result_pruned INTEGER NOT NULL DEFAULT 0,
+    result_draft INTEGER, waited_ms INTEGER NOT NULL DEFAULT 0, agent TEXT,
+    result_pruned INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY(key_id, epoch)) WITHOUT ROWID;
 CREATE INDEX committed ON attempts(key_id, epoch) WHERE result_ms IS NOT NULL;
 CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
@@ -85,8 +86,10 @@ ALTER TABLE attempts ADD COLUMN result_draft INTEGER;
 CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
 ";
 
-/// From schema 2: nothing was pruned yet.
+/// From schema 2: nobody had an agent, and nothing was pruned yet.
 const MIGRATE_2: &str = "
+ALTER TABLE attempts ADD COLUMN waited_ms INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE attempts ADD COLUMN agent TEXT;
 ALTER TABLE keys ADD COLUMN pruned_attempts INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE attempts ADD COLUMN result_pruned INTEGER NOT NULL DEFAULT 0;
 ";

@@ -93,7 +93,7 @@ fn a_registry_from_before_pruning_is_brought_up_to_date() {
     let db = Connection::open(mount.state().join("registry.db")).expect("registry");
     db.execute_batch(
         "ALTER TABLE keys DROP COLUMN pruned_attempts; ALTER TABLE attempts DROP COLUMN result_pruned; \
-         DROP TABLE pruned_files; PRAGMA user_version = 2;",
+         ALTER TABLE attempts DROP COLUMN waited_ms; ALTER TABLE attempts DROP COLUMN agent; DROP TABLE pruned_files; PRAGMA user_version = 2;",
     )
     .expect("as it was");
     drop(db);

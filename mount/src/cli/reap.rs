@@ -67,9 +67,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
 /// What became of a key that was orphaned.
 fn freed(before: &Status, now: Option<&Status>) -> String {
     let Some(now) = now else { return "freed".to_owned() };
-    let line: serde_json::Value = serde_json::from_str(&now.line).unwrap_or_default();
+    let json: serde_json::Value = serde_json::from_str(&now.json).unwrap_or_default();
     let is_same = now.epoch == before.epoch && before.state != "shared";
-    match (is_same, now.state.as_str(), now.outcome.as_deref(), line["why"].as_str()) {
+    match (is_same, now.state.as_str(), now.outcome.as_deref(), json["why"].as_str()) {
         (true, "free" | "shared" | "finished", Some(outcome), Some(why)) => {
             format!("freed: {outcome}: {}", show::plain(why))
         }

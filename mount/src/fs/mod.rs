@@ -7,6 +7,7 @@
 //! | [`results`] | `results/KEY/EPOCH`: drafts, commit, reading |
 //! | [`control`] | `status/KEY`, `.leasefs/*`, polling |
 //! | [`orders`] | orders that take their time: prune, reap |
+//! | [`xattrs`] | `user.lease.ttl`, `user.lease.agent` |
 //! | [`handles`] | what an open file is |
 //! | [`kept`] | what the next server has to know, should this one be killed |
 //!
@@ -22,6 +23,7 @@ mod kept;
 mod names;
 mod orders;
 mod results;
+mod xattrs;
 
 use std::collections::HashMap;
 use std::ffi::OsStr;

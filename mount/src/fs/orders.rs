@@ -79,10 +79,6 @@ impl LeaseFs {
         }
     }
 
-    fn is_operator(&self, req: &Caller) -> bool {
-        req.uid() == 0 || req.uid() == self.settings.mount_owner
-    }
-
     fn park_order(&self, req: &Caller, length: u32, reply: ReplyWrite) -> Option<u64> {
         let Some(place) = self.flight.park(req.unique()) else {
             reply.error(Errno::ENOMEM);
