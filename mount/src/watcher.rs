@@ -29,6 +29,8 @@ pub enum Wait {
     Lock(WaiterId),
     /// A read of `.leasefs/events`, by the number it was parked under.
     Events(u64),
+    /// An order that takes its time, by the number it was parked under.
+    Order(u64),
 }
 
 struct Entry {

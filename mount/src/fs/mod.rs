@@ -6,6 +6,7 @@
 //! | [`claims`] | `claims/KEY`: create, open, lock, read, write, unlink |
 //! | [`results`] | `results/KEY/EPOCH`: drafts, commit, reading |
 //! | [`control`] | `status/KEY`, `.leasefs/*`, polling |
+//! | [`orders`] | orders that take their time: prune, reap |
 //! | [`xattrs`] | `user.lease.ttl`, `user.lease.agent` |
 //! | [`handles`] | what an open file is |
 //! | [`kept`] | what the next server has to know, should this one be killed |
@@ -20,6 +21,7 @@ mod dispatch;
 mod handles;
 mod kept;
 mod names;
+mod orders;
 mod results;
 mod xattrs;
 
@@ -33,10 +35,11 @@ use fuser::{FileHandle, INodeNo, PollEvents, Request};
 use leasefs::namespaces::{Credentials, Namespace};
 use leasefs::{Engine, KeyId, Now, RequestId};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::flight::{Flight, Handling, Record, opcode};
 use crate::openfiles::OpenFiles;
+use crate::orphans::Reap;
 use crate::process::{self, Processes};
 use crate::timekeeper::Alarm;
 use crate::watcher::{Wait, Watcher};
@@ -45,6 +48,7 @@ use claims::{KnownOwner, LockRequest};
 use control::{Parked, Polls};
 use handles::Open;
 pub use kept::{Kept, survivors};
+use orders::Orders;
 
 /// Requests that may be gathered while the kernel has more to read, before what they decided is recorded.
 const MAX_GATHERED: u32 = 64;
@@ -110,6 +114,11 @@ pub struct Shared {
     owners: Mutex<foldhash::HashMap<u64, KnownOwner>>,
     polls: Mutex<Polls>,
     parked: Mutex<Parked>,
+    orders: Mutex<Orders>,
+    /// Whoever looks up a result and opens it has this for reading.
+    opening: RwLock<()>,
+    /// Orders to look for proof of death.
+    pub reap: Reap,
     gathered: AtomicU32,
     /// The writer was asked to record what was decided, and has not begun.
     handed: AtomicBool,
@@ -211,6 +220,9 @@ impl LeaseFs {
             owners: Mutex::default(),
             polls: Mutex::default(),
             parked: Mutex::default(),
+            orders: Mutex::default(),
+            opening: RwLock::default(),
+            reap: Reap::default(),
             gathered: AtomicU32::new(0),
             handed: AtomicBool::new(false),
         })))
@@ -408,6 +420,7 @@ impl Shared {
                 self.interrupt_events(parked);
                 self.watcher.remove(wait);
             }
+            Wait::Order(number) => self.interrupt_order(number),
         }
         if self.engine.is_urgent() {
             self.flush(now);
