@@ -12,6 +12,7 @@ use clap::{Parser, Subcommand};
 pub mod backup;
 pub mod evict;
 pub mod history;
+pub mod holding;
 pub mod ls;
 pub mod mount;
 pub mod probe;

@@ -11,12 +11,10 @@ use anyhow::Result;
 use leasefs::{Key, Ttl};
 
 use super::complain;
+use super::holding::claim::{self, Claim, Patience, Refusal};
 use super::tree::{Tree, TreeArgs};
-use claim::{Claim, Patience, Refusal};
 
 mod child;
-mod claim;
-mod time;
 
 /// `run` itself failed, as with `env` and `timeout`.
 pub const EXIT_FAILURE: u8 = 125;
