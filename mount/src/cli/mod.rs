@@ -9,13 +9,20 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 
+pub mod abandon;
 pub mod backup;
+pub mod claim;
+pub mod complete;
 pub mod evict;
 pub mod history;
+pub mod hold;
 pub mod holding;
 pub mod ls;
 pub mod mount;
+pub mod order;
 pub mod probe;
+pub mod release;
+pub mod renew;
 pub mod run;
 pub mod serve;
 pub mod show;
@@ -54,6 +61,16 @@ pub enum Command {
     Upgrade(upgrade::Args),
     /// Run a command while holding one or more keys
     Run(run::Args),
+    /// Hold a key for steps that are processes of their own
+    Claim(claim::Args),
+    /// Renew the lease of one's own attempt
+    Renew(renew::Args),
+    /// Record the result of one's own attempt, from standard input, and give the key back
+    Complete(complete::Args),
+    /// Give a key back
+    Release(release::Args),
+    /// Give a key back without a result, and say why
+    Abandon(abandon::Args),
     /// List keys: who holds them, for how long, and how many wait
     Ls(ls::Args),
     /// Show everything about one key
@@ -68,6 +85,9 @@ pub enum Command {
     Verify(verify::Args),
     /// Copy the state directory to a place it can be served from, mounted or not
     Backup(backup::Args),
+    /// Keep an attempt, for `leasefs claim`
+    #[command(hide = true)]
+    Hold(hold::Args),
     /// Serve a connection that the keeper holds
     #[command(hide = true)]
     Serve(serve::Args),
@@ -83,6 +103,11 @@ pub fn main() -> ExitCode {
         Command::Unmount(args) => (unmount::run(args), EXIT_NO),
         Command::Upgrade(args) => (upgrade::run(args), EXIT_NO),
         Command::Run(args) => (run::run(args), run::EXIT_FAILURE),
+        Command::Claim(args) => (claim::run(args), EXIT_FAILURE),
+        Command::Renew(args) => (renew::run(args), EXIT_FAILURE),
+        Command::Complete(args) => (complete::run(args), EXIT_FAILURE),
+        Command::Release(args) => (release::run(args), EXIT_FAILURE),
+        Command::Abandon(args) => (abandon::run(args), EXIT_FAILURE),
         Command::Ls(args) => (ls::run(args), EXIT_FAILURE),
         Command::Status(args) => (status::run(args), EXIT_FAILURE),
         Command::History(args) => (history::run(args), EXIT_FAILURE),
@@ -90,6 +115,7 @@ pub fn main() -> ExitCode {
         Command::Evict(args) => (evict::run(args), EXIT_FAILURE),
         Command::Verify(args) => (verify::run(args), EXIT_FAILURE),
         Command::Backup(args) => (backup::run(args), EXIT_FAILURE),
+        Command::Hold(args) => (hold::run(args), EXIT_FAILURE),
         Command::Serve(args) => (serve::run(args), EXIT_NO),
         Command::Probe(args) => (probe::run(args), EXIT_NO),
     };

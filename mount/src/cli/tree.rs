@@ -34,6 +34,9 @@ pub struct Tree {
 pub struct Config {
     /// Where the registry and the results are.
     pub state_dir: PathBuf,
+    /// Most bytes a result may have.
+    #[serde(default)]
+    pub max_result: Option<u64>,
 }
 
 /// `status/KEY`: contract §2.
@@ -51,6 +54,9 @@ pub struct Status {
     /// Who holds it, or none.
     #[serde(default)]
     pub holder: Option<Holder>,
+    /// The name of the agent that holds it.
+    #[serde(default)]
+    pub agent: Option<String>,
     /// Start of the present state's attempt, RFC 3339.
     #[serde(default)]
     pub since: Option<String>,
@@ -91,6 +97,9 @@ pub struct Status {
 pub struct Holder {
     /// Process id, as the server sees it.
     pub pid: u32,
+    /// When it started, in clock ticks since boot.
+    #[serde(default)]
+    pub start_time: u64,
     /// User id.
     pub uid: u32,
     /// Group id.

@@ -47,7 +47,8 @@ impl Missing {
         ExitCode::from(code)
     }
 
-    fn of(error: &io::Error) -> Missing {
+    /// That of an error of `execve(2)`.
+    pub fn of(error: &io::Error) -> Missing {
         if error.kind() == io::ErrorKind::NotFound { Missing::NotFound } else { Missing::NotExecutable }
     }
 }
