@@ -58,7 +58,8 @@ fn read_result(input: impl Read, limit: Option<u64>) -> Result<Vec<u8>> {
 }
 
 fn record(attempt: &Attempt, epoch: u64, result: &[u8]) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).open(attempt.tree.result(&attempt.key, epoch))?;
+    let mut options = OpenOptions::new();
+    let mut file = options.write(true).create(true).truncate(true).open(attempt.tree.result(&attempt.key, epoch))?;
     // A draft that could not be written whole is never published.
     file.write_all(result)?;
     file.sync_all().inspect_err(|_| spoil(&file))

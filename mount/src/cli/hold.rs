@@ -4,6 +4,7 @@
 //! its arguments, so that `ps` shows whose attempt it keeps. Whoever started it hears how that went over a channel, and
 //! has to say that it has told the epoch on; if it is gone before, the key is given back.
 
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
@@ -116,12 +117,17 @@ impl Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     prctl::set_name(NAME)?;
     let mut channel = UnixStream::from(inherit(args.channel)?);
-    let done = match args.handle {
-        None => take(&args, &channel),
-        Some(handle) => keep(&args, handle, &mut channel),
+    let got = match args.handle {
+        None => take(&args, &channel).map(|never| match never {}),
+        Some(handle) => adopt(&args, handle, &mut channel),
     };
-    match done {
-        Ok(()) => Ok(ExitCode::SUCCESS),
+    match got {
+        Ok(None) => Ok(ExitCode::SUCCESS),
+        Ok(Some(Kept { tree, claim, liveness })) => {
+            drop(channel);
+            keep::until_over(&tree, claim, &liveness)?;
+            Ok(ExitCode::SUCCESS)
+        }
         Err(refused) => {
             let code = refused.0;
             // Nobody else listens; if that one is gone, nobody has to be told.
@@ -141,7 +147,7 @@ impl From<anyhow::Error> for Refused {
 }
 
 /// Takes the key; comes back only if it could not be taken.
-fn take(args: &Args, channel: &UnixStream) -> Result<(), Refused> {
+fn take(args: &Args, channel: &UnixStream) -> Result<Infallible, Refused> {
     let tree = Tree::find(&TreeArgs { root: Some(args.root.clone()) }, &[])?;
     let key = tree.key(&args.key)?;
     let bound = bound(args)?;
@@ -177,8 +183,15 @@ fn take(args: &Args, channel: &UnixStream) -> Result<(), Refused> {
     Err(anyhow!("{}: its holder cannot be started: {error}", args.key).into())
 }
 
-/// Keeps what was taken, once the one who wanted it has it.
-fn keep(args: &Args, handle: RawFd, channel: &mut UnixStream) -> Result<(), Refused> {
+/// What is kept, and for whom.
+struct Kept {
+    tree: Tree,
+    claim: Claim,
+    liveness: Liveness,
+}
+
+/// Takes over what was taken. It is kept once the one who wanted it has it; nothing is, if that one is gone.
+fn adopt(args: &Args, handle: RawFd, channel: &mut UnixStream) -> Result<Option<Kept>, Refused> {
     let file = std::fs::File::from(inherit(handle)?);
     let tree = Tree::find(&TreeArgs { root: Some(args.root.clone()) }, &[])?;
     let key = tree.key(&args.key)?;
@@ -201,11 +214,9 @@ fn keep(args: &Args, handle: RawFd, channel: &mut UnixStream) -> Result<(), Refu
     close_stderr().context("/dev/null")?;
     let report = Report::Held { epoch: claim.epoch(), pid: std::process::id(), expires };
     if report.send(channel).is_err() || channel.read_exact(&mut [0]).is_err() {
-        return Ok(());
+        return Ok(None);
     }
-    let _ = channel.shutdown(std::net::Shutdown::Both);
-    keep::until_over(&tree, claim, &liveness)?;
-    Ok(())
+    Ok(Some(Kept { tree, claim, liveness }))
 }
 
 fn bound(args: &Args) -> Result<Option<Bound>> {
