@@ -11,6 +11,7 @@
 //!
 //! Time is passed in everywhere ([`Now`]); nothing here reads a clock.
 
+pub mod agent;
 pub mod backup;
 pub mod batch;
 pub mod engine;

@@ -2,6 +2,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[allow(dead_code, reason = "the list of connections is all that is needed here")]
+#[path = "../orphans/lost.rs"]
+mod lost;
 
 mod bound;
 mod complete;

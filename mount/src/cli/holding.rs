@@ -12,8 +12,7 @@ pub mod identity;
 pub mod keep;
 pub mod time;
 
-/// Longest name of an agent, in bytes: contract §4.
-const LONGEST_NAME: usize = 255;
+use leasefs::agent;
 
 /// Who claims, by a name of its own.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -30,15 +29,12 @@ impl AgentArgs {
     }
 }
 
-/// Reads NAME: at most 255 bytes without control characters.
+/// Reads NAME. An empty one is none: so is `LEASEFS_AGENT=` in the environment.
 fn agent_name(text: &str) -> Result<String, String> {
-    if text.len() > LONGEST_NAME {
-        return Err(format!("{} bytes: give at most {LONGEST_NAME}", text.len()));
+    match text.is_empty() {
+        true => Ok(String::new()),
+        false => agent::name(text.as_bytes()).map(|name| name.to_string()).map_err(|error| error.to_string()),
     }
-    if text.chars().any(char::is_control) {
-        return Err("has a control character: give a name without".to_owned());
-    }
-    Ok(text.to_owned())
 }
 
 #[cfg(test)]
