@@ -56,7 +56,7 @@ fn bound_to_one_who_ended_meanwhile_it_is_given_up() {
     process.wait();
     wait_for("end of the holder", || crate::common::agent::has_ended(holder));
     tools.mount.start(&[]);
-    tools.mount.wait_status("job", "free", |status| status["state"] == "free");
+    tools.mount.wait_status("job", "free", |status| { eprintln!("{status}"); std::thread::sleep(std::time::Duration::from_secs(2)); status["state"] == "free"});
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn an_unmount_finds_it_busy_as_any_open_file() {
     tools.claim("job --agent planner");
     let root = tools.mount.root();
     let unmount = std::process::Command::new(LEASEFS).arg("unmount").arg(&root).output().expect("leasefs runs");
-    assert_refused(&unmount, 1, &["busy"]);
+    assert_refused(&unmount, 1, &["is in use", "leasefs ls"]);
     assert_eq!(tools.mount.state_of("job"), "held");
     assert_ok(&tools.elsewhere("leasefs release job --epoch 1"));
     tools.wait_no_holders();

@@ -34,10 +34,12 @@ fn a_name_alone_is_no_proof() {
 #[test]
 fn the_session_it_was_claimed_from_is() {
     let tools = Tools::new();
-    for act in ACTS {
+    for (number, act) in ACTS.into_iter().enumerate() {
         // Each by a shell of its own, which comes from nobody who ran the other.
-        let claim = "bash -c 'leasefs claim job --agent planner; true'";
-        assert_ok(&tools.elsewhere(&format!("{claim}; bash -c '{act} --agent planner; exit $?'")));
+        let script = format!(
+            "bash -c 'leasefs claim job --agent planner; true'; bash -c '{act} --agent planner; exit $?'"
+        );
+        assert_ok(&tools.elsewhere(&script.replace("job", &format!("job{number}"))));
     }
     // The names have to be the same, also where there is none.
     for (claimed, named) in [("--agent planner", "--agent other"), ("--agent planner", ""), ("", "--agent other")] {
