@@ -56,7 +56,7 @@ fn bound_to_one_who_ended_meanwhile_it_is_given_up() {
     process.wait();
     wait_for("end of the holder", || crate::common::agent::has_ended(holder));
     tools.mount.start(&[]);
-    tools.mount.wait_status("job", "free", |status| { eprintln!("{status}"); std::thread::sleep(std::time::Duration::from_secs(2)); status["state"] == "free"});
+    tools.mount.wait_status("job", "free", |status| status["state"] == "free");
 }
 
 #[test]

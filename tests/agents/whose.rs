@@ -36,9 +36,8 @@ fn the_session_it_was_claimed_from_is() {
     let tools = Tools::new();
     for (number, act) in ACTS.into_iter().enumerate() {
         // Each by a shell of its own, which comes from nobody who ran the other.
-        let script = format!(
-            "bash -c 'leasefs claim job --agent planner; true'; bash -c '{act} --agent planner; exit $?'"
-        );
+        let script =
+            format!("bash -c 'leasefs claim job --agent planner; true'; bash -c '{act} --agent planner; exit $?'");
         assert_ok(&tools.elsewhere(&script.replace("job", &format!("job{number}"))));
     }
     // The names have to be the same, also where there is none.
@@ -125,6 +124,24 @@ fn another_user_is_told_so() {
     assert_ok(&as_stranger("echo done | leasefs complete theirs --epoch 1"));
     assert_eq!(fs::read_to_string(tools.mount.result("theirs", 1)).expect("a result"), "done\n");
     assert_ok(&tools.elsewhere("leasefs release job --epoch 1"));
+}
+
+#[test]
+fn what_cannot_be_seen_is_named_by_its_epoch() {
+    let tools = Tools::new();
+    // In a pid namespace of its own, the holder has another number than the server gives.
+    let script = "for name in planner planner other; do leasefs claim -n job --agent $name | head -1; done
+        leasefs claim job --agent planner --for $$
+        leasefs release job --agent planner; echo $?
+        leasefs complete job --epoch 1 </dev/null; echo $?";
+    let unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script];
+    let output = tools.command(&unshare).output().expect("unshare runs");
+    assert_eq!(crate::common::stdout(&output), "1\n1\n2\n0\n", "{output:?}");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    for part in ["job: held by pid", "this agent holds it already, at epoch 1", "give --epoch 1"] {
+        assert!(said.contains(part), "`{part}` is missing in {said}");
+    }
+    assert_eq!(tools.mount.state_of("job"), "finished");
 }
 
 /// A long-lived program that makes calls when it is told to.

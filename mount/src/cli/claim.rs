@@ -25,7 +25,7 @@ use super::holding::claim::{self, Patience, Refusal};
 use super::holding::holder::{self, Report};
 use super::holding::identity;
 use super::run::child;
-use super::tree::{Status, Tree, TreeArgs, trouble};
+use super::tree::{Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain, hold, order};
 
 /// From the claim until a sentinel has to be seen.
@@ -179,15 +179,17 @@ fn wanted(args: &Args, tree: &Tree, key: &Key, bound: Option<&Bound>) -> hold::A
 /// Renews, where the same agent holds the key already; none where it does not.
 fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Result<Option<ExitCode>> {
     let Some(status) = tree.status(key)? else { return Ok(None) };
-    let Some(held) = own(&status, args.agent.name()) else { return Ok(None) };
+    let Some(kept) = attempt::kept_for_agent(&status, args.agent.name()) else { return Ok(None) };
     let binds = wanted.bound.is_some() || wanted.sentinel.is_some();
-    if binds && (wanted.bound, &wanted.sentinel) != (held.bound, &held.sentinel) {
-        let to = match (held.bound, &held.sentinel) {
-            (Some(process), _) => format!("for process {}", process.pid),
-            (None, Some(text)) => format!("for the sentinel {text}"),
-            (None, None) => "until its TTL".to_owned(),
+    let is_bound_so = |held: &hold::Args| (wanted.bound, &wanted.sentinel) == (held.bound, &held.sentinel);
+    if binds && !kept.how.as_deref().is_some_and(is_bound_so) {
+        let to = match kept.how.map(|held| (held.bound, held.sentinel)) {
+            Some((Some(process), _)) => format!(", for process {}", process.pid),
+            Some((None, Some(text))) => format!(", for the sentinel {text}"),
+            Some((None, None)) => ", until its TTL".to_owned(),
+            None => String::new(),
         };
-        bail!("{key}: this agent holds it already, at epoch {}, {to}: release it first to bind it anew", status.epoch);
+        bail!("{key}: this agent holds it already, at epoch {}{to}: release it first to bind it anew", status.epoch);
     }
     if let Some(ttl) = args.ttl {
         set_ttl(tree, key, ttl)?;
@@ -203,16 +205,6 @@ fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Resu
     print(args, tree, key, renewed.epoch, pid, renewed.expires.as_deref())
         .map_err(|error| anyhow!("{key}: its epoch cannot be printed: {error}"))?;
     Ok(Some(ExitCode::SUCCESS))
-}
-
-/// The holder process, if it keeps the key for the caller: of its name, or without names, if that is proven.
-fn own(status: &Status, agent: Option<&str>) -> Option<hold::Args> {
-    let held = holder::of(status)?;
-    let is_own = match agent {
-        Some(_) => attempt::is_same_agent(status, &held, agent),
-        None => attempt::is_callers(status, &held, agent),
-    };
-    is_own.then_some(held)
 }
 
 fn set_ttl(tree: &Tree, key: &Key, ttl: Ttl) -> Result<()> {
@@ -261,7 +253,7 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
     let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
     let key = tree.key(&args.key)?;
     if let Some(status) = tree.status(&key)?
-        && own(&status, args.agent.name()).is_some()
+        && attempt::kept_for_agent(&status, args.agent.name()).is_some()
     {
         complain(format_args!(
             "{key}: this agent holds it already, at epoch {}: release it first to hand it to a command",

@@ -11,7 +11,8 @@ use anyhow::{Result, anyhow, bail};
 use leasefs::Key;
 
 use super::AgentArgs;
-use super::{holder, identity};
+use super::holder::{self, Keeper};
+use super::identity;
 use crate::cli::tree::{Status, Tree, TreeArgs, trouble};
 use crate::cli::{complain, hold, order, show};
 
@@ -118,7 +119,9 @@ fn kept_for_caller(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option
         complain(format_args!("{key}: nobody holds it: epoch {} is {outcome}; nothing was changed", status.epoch));
         return Ok(None);
     }
-    if holder::of(&status).is_some_and(|held| is_callers(&status, &held, agent)) {
+    if let Some(Keeper::Ours(held)) = holder::of(&status)
+        && is_callers(&status, &held, agent)
+    {
         return Ok(Some(status.epoch));
     }
     let by = match &status.agent {
@@ -134,8 +137,8 @@ fn kept_for_caller(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option
 }
 
 /// Whether the attempt is proven to be one that the caller claimed.
-pub fn is_callers(status: &Status, held: &hold::Args, agent: Option<&str>) -> bool {
-    if !is_same_agent(status, held, agent) {
+fn is_callers(status: &Status, held: &hold::Args, agent: Option<&str>) -> bool {
+    if !is_own_uid(status) || held.agent.as_deref() != agent {
         return false;
     }
     let ancestors = identity::ancestors();
@@ -145,10 +148,32 @@ pub fn is_callers(status: &Status, held: &hold::Args, agent: Option<&str>) -> bo
         || held.session.is_some_and(|session| identity::session_leader() == Some(session))
 }
 
-/// Whether it is of the caller's uid and name, or of none where the caller has none.
-pub fn is_same_agent(status: &Status, held: &hold::Args, agent: Option<&str>) -> bool {
+fn is_own_uid(status: &Status) -> bool {
     let own_uid = nix::unistd::geteuid().as_raw();
-    status.holder.as_ref().is_some_and(|holder| holder.uid == own_uid) && held.agent.as_deref() == agent
+    status.holder.as_ref().is_some_and(|holder| holder.uid == own_uid)
+}
+
+/// An attempt that the caller may go on with.
+pub struct Kept {
+    /// How it is kept; none where that cannot be seen.
+    pub how: Option<Box<hold::Args>>,
+}
+
+/// The attempt, if it is kept by a holder process for the same agent: of its uid and name, or without names, if that is
+/// proven.
+pub fn kept_for_agent(status: &Status, agent: Option<&str>) -> Option<Kept> {
+    match (holder::of(status)?, agent) {
+        (Keeper::Ours(held), Some(_)) => {
+            let is_same = is_own_uid(status) && held.agent.as_deref() == agent;
+            is_same.then_some(Kept { how: Some(held) })
+        }
+        (Keeper::Ours(held), None) => is_callers(status, &held, None).then_some(Kept { how: Some(held) }),
+        (Keeper::Unseen, Some(_)) => {
+            let is_same = is_own_uid(status) && status.agent.as_deref() == agent;
+            is_same.then_some(Kept { how: None })
+        }
+        (Keeper::Unseen, None) | (Keeper::Other, _) => None,
+    }
 }
 
 #[cfg(test)]

@@ -120,22 +120,42 @@ fn detach(kept: [Option<i32>; 2]) -> io::Result<()> {
     Ok(())
 }
 
-/// The holder process that keeps the key, if it is one of ours and can be seen: its arguments tell whose attempt it is.
-///
-/// Its pid and start time are those the server gives, so it is the very process that took the key.
-pub fn of(status: &Status) -> Option<hold::Args> {
+/// Who has the key, as far as this process can see.
+pub enum Keeper {
+    /// A holder process of ours: its arguments tell whose attempt it is.
+    Ours(Box<hold::Args>),
+    /// Another program.
+    Other,
+    /// A process that cannot be seen from here, as in another pid namespace.
+    Unseen,
+}
+
+/// Looks at the process that the server names as the holder. Pid and start time are those the server gives, so it is the
+/// very process that took the key. None where nobody holds it.
+pub fn of(status: &Status) -> Option<Keeper> {
     let holder = status.holder.as_ref().filter(|_| status.state == "held")?;
     let pid = i32::try_from(holder.pid).ok()?;
-    if Stat::of(pid)?.process.start_time != holder.start_time || !is_our_program(pid) {
+    if Stat::of(pid).is_none_or(|stat| stat.process.start_time != holder.start_time) {
+        return Some(Keeper::Unseen);
+    }
+    let args = arguments(pid).filter(|args| {
+        // Before it has executed itself anew, its epoch is not among its arguments.
+        args.key == status.key && args.epoch.is_none_or(|epoch| epoch == status.epoch)
+    });
+    Some(args.map_or(Keeper::Other, |args| Keeper::Ours(Box::new(args))))
+}
+
+fn arguments(pid: i32) -> Option<hold::Args> {
+    if !is_our_program(pid) {
         return None;
     }
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let words =
         line.strip_suffix(b"\0")?.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
-    let Ok(Cli { command: cli::Command::Hold(args) }) = Cli::try_parse_from(words) else { return None };
-    // Before it has executed itself anew, its epoch is not among its arguments.
-    let is_this = args.key == status.key && args.epoch.is_none_or(|epoch| epoch == status.epoch);
-    is_this.then_some(args)
+    match Cli::try_parse_from(words) {
+        Ok(Cli { command: cli::Command::Hold(args) }) => Some(args),
+        _ => None,
+    }
 }
 
 /// Whether it runs this program, perhaps as it was before an upgrade; what cannot be seen does not speak against it.
