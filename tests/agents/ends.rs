@@ -3,7 +3,6 @@
 use nix::sys::signal::Signal;
 
 use crate::common::{LEASEFS, assert_ok, wait_for};
-use crate::lost::List;
 use crate::tools::{Tools, assert_refused, signal};
 
 #[test]
@@ -49,8 +48,6 @@ fn bound_to_one_who_ended_meanwhile_it_is_given_up() {
         crate::common::Background(std::process::Command::new("sleep").arg("1000").spawn().expect("sleep"));
     tools.claim(&format!("job --for {} --ttl 10m", process.pid()));
     let holder = tools.holder("job");
-    // Proof needs the kernel's list of connections.
-    let _list = List::new();
     tools.mount.lose_connection();
     process.signal("KILL");
     process.wait();

@@ -2,9 +2,6 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-#[allow(dead_code, reason = "the list of connections is all that is needed here")]
-#[path = "../orphans/lost.rs"]
-mod lost;
 
 mod bound;
 mod complete;

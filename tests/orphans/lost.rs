@@ -19,7 +19,7 @@ pub const SOON: Duration = Duration::from_secs(2);
 pub struct List(TempDir);
 
 impl List {
-    pub fn new() -> List {
+    fn new() -> List {
         let dir = tempfile::Builder::new().prefix("leasefs-list-").tempdir().expect("temporary directory");
         mount(Some("none"), dir.path(), Some("fusectl"), MsFlags::empty(), None::<&str>).expect("fusectl");
         List(dir)

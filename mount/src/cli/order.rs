@@ -20,13 +20,20 @@ struct Order<'a> {
     reason: Option<&'a str>,
 }
 
-/// Sends an order about one attempt. One order is one write, and its return is the answer.
+/// Sends an order about one attempt.
 ///
 /// # Errors
 /// `ESTALE` when that attempt does not hold the key, `ENOENT` for a key that never was, `EACCES` when it is not the
 /// caller's to give; those of writing.
 pub fn send(tree: &Tree, op: &'static str, key: &Key, epoch: u64, reason: Option<&str>) -> io::Result<()> {
-    let order = serde_json::to_string(&Order { op, key: key.as_str(), epoch, reason })?;
+    send_text(tree, &serde_json::to_string(&Order { op, key: key.as_str(), epoch, reason })?)
+}
+
+/// Sends any order. One order is one write, and its return is the answer.
+///
+/// # Errors
+/// Those of writing, by which the server refuses.
+pub fn send_text(tree: &Tree, order: &str) -> io::Result<()> {
     let mut control = OpenOptions::new().write(true).open(tree.control("control"))?;
     match control.write(format!("{order}\n").as_bytes())? {
         length if length > order.len() => Ok(()),
