@@ -79,6 +79,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
              run `sysctl fs.fuse.max_request_timeout=0`"
         );
     }
+    kernel_mount::check_proc()?;
     // It was started by another path, and is to be found by its name.
     let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
     dead_mount::clean(&plan.state_dir, &plan.mountpoint)?;
