@@ -28,8 +28,9 @@ SHELL = {
     "lockfile": (f'lockfile -r 0 "$1" || exit; {STAY}', 'lockfile -r 0 "$1" && rm -f "$1"'),
     "dotlockfile": (f'dotlockfile -r 0 -l "$1" || exit; {STAY}', 'dotlockfile -r 0 -l "$1" && dotlockfile -u "$1"'),
 }
-DEBIAN = {"flock -x": "util-linux", "flock -s": "util-linux", "lckdo": "moreutils", "lockfile": "procmail",
-          "dotlockfile": "liblockfile-bin"}
+# The command a client needs beside the shell, and the package that has it.
+DEBIAN = {"flock -x": ("flock", "util-linux"), "flock -s": ("flock", "util-linux"), "lckdo": ("lckdo", "moreutils"),
+          "lockfile": ("lockfile", "procmail"), "dotlockfile": ("dotlockfile", "liblockfile-bin")}
 
 
 @dataclass
@@ -42,9 +43,18 @@ class Client:
     by_key: bool = False
 
 
+# What lock.py calls a kind, and the matrix another.
+NAMES = {"flock": "py flock", "lockf": "py lockf", "ofd": "py OFD", "create": "py open x", "softfilelock": "SoftFileLock"}
+
+
+def _need(cache, command, package):
+    if not shutil.which(command):
+        cache.debian(package)
+
+
 def _shell(cache, name):
     if name in DEBIAN:
-        cache.debian(DEBIAN[name])
+        _need(cache, *DEBIAN[name])
     hold, attempt = SHELL[name]
     return Client(name, ["bash", "-c", hold, "hold"], ["bash", "-c", attempt, "try"])
 
@@ -53,19 +63,19 @@ def _verbs(name, *command, env=None):
     return Client(name, [*command, "hold"], [*command, "try"], env or {})
 
 
-def _python(cache, name, kind, libraries=False):
+def _python(cache, kind, libraries=False):
+    """`libraries`: more than Python's own is needed."""
     python = cache.python() if libraries else "python3"
-    return _verbs(name, python, str(HERE / "lock.py"), kind)
+    return _verbs(NAMES.get(kind, kind), python, str(HERE / "lock.py"), kind)
 
 
 def _perl(cache):
-    cache.debian("perl-base")
+    _need(cache, "perl", "perl-base")
     return _verbs("perl flock", "perl", str(HERE / "lock.pl"))
 
 
 def _java(cache):
-    if not shutil.which("javac"):
-        cache.debian("default-jdk-headless")
+    _need(cache, "javac", "default-jdk-headless")
     classes = cache.once("java", lambda where: run(["javac", "-d", str(where), str(HERE / "Lock.java")]))
     return _verbs("java", "java", "-Xshare:auto", "-XX:TieredStopAtLevel=1", "-cp", str(classes), "Lock")
 
@@ -105,21 +115,21 @@ def _leasefs(root):
 CLIENTS = {
     "flock -x": lambda cache: _shell(cache, "flock -x"),
     "flock -s": lambda cache: _shell(cache, "flock -s"),
-    "py flock": lambda cache: _python(cache, "py flock", "flock"),
-    "py lockf": lambda cache: _python(cache, "py lockf", "lockf"),
-    "py OFD": lambda cache: _python(cache, "py OFD", "ofd"),
+    "py flock": lambda cache: _python(cache, "flock"),
+    "py lockf": lambda cache: _python(cache, "lockf"),
+    "py OFD": lambda cache: _python(cache, "ofd"),
     "perl flock": _perl,
     "java": _java,
     "go gofrs": _go,
     "fd-lock": lambda cache: _rust(cache, "fd-lock"),
     "fs4": lambda cache: _rust(cache, "fs4"),
-    "filelock": lambda cache: _python(cache, "filelock", "filelock", True),
-    "portalocker": lambda cache: _python(cache, "portalocker", "portalocker", True),
-    "fasteners": lambda cache: _python(cache, "fasteners", "fasteners", True),
+    "filelock": lambda cache: _python(cache, "filelock", True),
+    "portalocker": lambda cache: _python(cache, "portalocker", True),
+    "fasteners": lambda cache: _python(cache, "fasteners", True),
     "lckdo": lambda cache: _shell(cache, "lckdo"),
     "set -C": lambda cache: _shell(cache, "set -C"),
-    "py open x": lambda cache: _python(cache, "py open x", "create"),
-    "SoftFileLock": lambda cache: _python(cache, "SoftFileLock", "softfilelock", True),
+    "py open x": lambda cache: _python(cache, "create"),
+    "SoftFileLock": lambda cache: _python(cache, "softfilelock", True),
     "mkdir": lambda cache: _shell(cache, "mkdir"),
     "proper-lockfile": _node,
     "ln -s": lambda cache: _shell(cache, "ln -s"),

@@ -123,7 +123,6 @@ class Matrix:
     def text(self):
         names = [client.name for client in self.clients]
         width = max(map(len, names)) + 1
-        lines = ["holder, against:   " + " ".join(f"{i + 1}" for i in range(len(names)))]
         lines = [f"{'holder':<{width + 3}} {' '.join(f'{i + 1:>3}' for i in range(len(names)))}  after kill -9"]
         for i, name in enumerate(names):
             row = " ".join(f"{self.cells[name][other]:>3}" for other in names)
