@@ -23,6 +23,7 @@ use nix::sys::stat::{Mode, fstatat};
 use nix::sys::statfs::{FsType, fstatfs};
 use serde::{Deserialize, Serialize};
 
+use crate::failure::Failure;
 use crate::mountinfo::{FS_TYPE, Mounted, mounts, unique_id};
 use crate::{clock, keeper, kernel_mount};
 
@@ -219,7 +220,7 @@ pub fn clean(state_dir: &Path, mountpoint: &Path) -> Result<()> {
     }
     let shown = record.mountpoint.display();
     if !is_dead(&record.mountpoint)? {
-        bail!("{shown} is still connected though its server is gone: end the process that has its /dev/fuse open");
+        bail!(Failure::StillConnected { path: shown.to_string() });
     }
     kernel_mount::disconnect(&record.mountpoint, true)
         .with_context(|| format!("{shown} is a mount whose server is gone, and cannot be taken away"))?;

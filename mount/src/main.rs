@@ -5,6 +5,7 @@ mod clock;
 mod connection;
 mod dead_mount;
 mod errno;
+mod failure;
 mod flight;
 mod fs;
 mod handover;

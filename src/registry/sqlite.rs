@@ -11,6 +11,7 @@ use rusqlite::{Connection, OpenFlags, TransactionBehavior, params};
 
 use super::coalesce::Op;
 use super::seal::Seal;
+pub use super::sqlite_fault::REMEDY;
 use super::sqlite_fault::{corrupt, fault};
 use super::sqlite_keys::{keys, with_shares};
 use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, check_version, mark};
