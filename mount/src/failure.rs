@@ -129,12 +129,12 @@ failures! {
     StateReadOnly { path } = "state directory {path}: the filesystem is read-only",
         cure "remount it writable, or use another --state";
     /// `ENOSPC`, `EDQUOT`.
-    StateFull { path, why } = "state directory {path}: {why}", cure "free some space, or use another --state";
+    StateFull { path, why } = "state directory {path} has no room ({why})", cure "free some space, or use another --state";
     /// Any other reason.
-    StateUnwritable { path, why } = "state directory {path}: {why}",
+    StateUnwritable { path, why } = "state directory {path} cannot be written ({why})",
         cure "make it writable for this user, or use another --state";
     /// It could not be made.
-    StateUnmade { path, why } = "state directory {path}: {why}", cure "use another --state";
+    StateUnmade { path, why } = "state directory {path} cannot be made ({why})", cure "use another --state";
     /// It would hide itself.
     StateInMountpoint { path } = "state directory {path} is inside the mountpoint", cure "use a --state outside it";
     /// A tree of this kind keeps no files.

@@ -39,6 +39,9 @@ pub struct Handover {
     pub starts: u32,
     /// The server before was ended by the keeper, in good health.
     pub blameless: bool,
+    /// Log to the state directory; stderr is its file, as the keeper has it.
+    #[serde(default)]
+    pub log_there: bool,
     /// Descriptors.
     pub fds: Fds,
 }

@@ -44,8 +44,8 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use crate::failure::{self, Failure};
 use crate::flight::Flight;
 use crate::handover::{ABLE, Fds, Handover, PROTOCOL, READY};
-use crate::server::{self, LOG, Plan};
-use crate::{connection, dead_mount, kernel_mount, mountinfo};
+use crate::server::{self, Plan};
+use crate::{connection, dead_mount, kernel_mount, logfile, mountinfo};
 use child::{Program, Server};
 use control::{Control, Requester};
 use pace::Pace;
@@ -84,7 +84,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
     let state_dir = server::make_state_dir(&plan.state_dir, &mountpoint)?;
     let lock = lock_state(&state_dir)?;
     if manner.log_there {
-        redirect_log(&state_dir)?;
+        logfile::follow(&state_dir)?;
     }
     // Blocked before there is a child, and read from a descriptor.
     let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD].into_iter().collect();
@@ -108,6 +108,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
             keeper_pid: std::process::id(),
             starts: 0,
             blameless: false,
+            log_there: manner.log_there,
             fds: Fds {
                 device: device.as_raw_fd(),
                 flight: flight.as_raw_fd(),
@@ -525,10 +526,4 @@ pub fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-/// Sends what is logged from here on to the state directory.
-fn redirect_log(state_dir: &Path) -> Result<()> {
-    let log = OpenOptions::new().append(true).create(true).mode(0o600).open(state_dir.join(LOG)).context(LOG)?;
-    nix::unistd::dup2_stderr(log).context(LOG)
 }

@@ -14,6 +14,7 @@ mod keeper;
 mod kernel_mount;
 mod killpoint;
 mod lastread;
+mod logfile;
 mod mountinfo;
 mod openfiles;
 mod orphans;

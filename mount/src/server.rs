@@ -52,9 +52,6 @@ pub struct Plan {
     pub max_waiters: usize,
 }
 
-/// The log of a background server, in its state directory.
-pub const LOG: &str = "leasefs.log";
-
 /// Serves a connection that the keeper handed over, until it ends. `ready` is called once the tree answers.
 ///
 /// # Errors

@@ -40,7 +40,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let man = args.dir.join("man8");
     fs::create_dir_all(&man).with_context(|| man.display().to_string())?;
-    write(&man.join("mount.leasefs.8"), &mount_helper::man_page(&version()))?;
+    write(&man.join("mount.leasefs.8"), &mount_helper::man_page())?;
     let completions = args.dir.join("completions");
     fs::create_dir_all(&completions).with_context(|| completions.display().to_string())?;
     let mut offered = offered(Cli::command());
@@ -69,8 +69,10 @@ fn write(path: &Path, text: &str) -> Result<()> {
     file.write_all(text.as_bytes()).with_context(|| path.display().to_string())
 }
 
-fn man(command: &Command) -> Man {
-    Man::new(command.clone()).source(version()).manual(MANUAL)
+/// The first line of a man page. The page has no date of its own: the version says what it is about.
+pub fn title(name: &str, section: u8) -> String {
+    let preamble = Roff::new().render();
+    format!("{preamble}.TH \"{}\" \"{section}\" \"\" \"{}\" \"{MANUAL}\"\n", name.to_uppercase(), version())
 }
 
 /// The page of a section that `render` makes, without the preamble that the title's has.
@@ -124,10 +126,8 @@ fn notes(text: &str) -> Page {
 }
 
 fn main_page(root: &Command) -> Result<String> {
-    let man = man(root);
-    let mut title = Vec::new();
-    man.render_title(&mut title)?;
-    let mut text = String::from_utf8(title)?;
+    let man = Man::new(root.clone());
+    let mut text = title("leasefs", 1);
     text += &part(|to| man.render_name_section(to))?;
     text += &part(|to| man.render_synopsis_section(to))?;
     text += &section("DESCRIPTION", &description());
@@ -136,10 +136,7 @@ fn main_page(root: &Command) -> Result<String> {
         let about = command.get_about().map(ToString::to_string).unwrap_or_default();
         commands.entry(format!("leasefs-{}(1)", command.get_name()), format!("{about}."));
     }
-    commands.text(notes(&exits::split(root).0).0.into_iter().fold(String::new(), |text, block| match block {
-        page::Block::Text(more) => text + &more,
-        _ => text,
-    }));
+    commands.0.extend(notes(&exits::split(root).0).0);
     text += &section("COMMANDS", &commands);
     text += &part(|to| man.render_options_section(to))?;
     text += &section("EXIT STATUS", &exits::page(root));
@@ -154,10 +151,8 @@ fn main_page(root: &Command) -> Result<String> {
 }
 
 fn command_page(root: &Command, command: &Command) -> Result<String> {
-    let man = man(command);
-    let mut title = Vec::new();
-    man.render_title(&mut title)?;
-    let mut text = String::from_utf8(title)?;
+    let man = Man::new(command.clone());
+    let mut text = title(&format!("leasefs-{}", command.get_name()), 1);
     text += &part(|to| man.render_name_section(to))?;
     text += &part(|to| man.render_synopsis_section(to))?;
     let (said, codes) = exits::split(command);

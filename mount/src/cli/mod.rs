@@ -36,7 +36,13 @@ pub const EXIT_FAILURE: u8 = 2;
 
 /// A tree in which a key is a file, and holding the file open exclusively is holding the lease.
 #[derive(Parser)]
-#[command(name = "leasefs", version, arg_required_else_help = true, disable_help_subcommand = true)]
+#[command(
+    name = "leasefs",
+    version,
+    arg_required_else_help = true,
+    disable_help_subcommand = true,
+    subcommand_value_name = "COMMAND"
+)]
 #[command(after_help = "\
 Commands other than mount and unmount find the tree by --root or LEASEFS_ROOT, else by the working directory, else as
 the only leasefs mount there is. A KEY is a path below claims/ (`team/job`), or its absolute path.

@@ -13,6 +13,7 @@ use leasefs::engine::Durability;
 
 use crate::keeper::{self, Manner};
 use crate::kernel_mount::Options;
+use crate::logfile;
 use crate::server::{self, Plan};
 
 /// Names the descriptor on which a background server says that it is ready or why it is not.
@@ -133,19 +134,12 @@ pub fn run_quietly(args: Args, quiet: bool) -> Result<ExitCode> {
     match (foreground, ready) {
         (_, Some(ready)) => keep_in_background(&plan, manner, ready),
         (true, None) => {
-            log_to_stderr();
+            logfile::start();
             keeper::run(&plan, manner, |_| ())?;
             Ok(ExitCode::SUCCESS)
         }
         (false, None) => start(&plan.state_dir, quiet),
     }
-}
-
-/// Sends the log to stderr; `LEASEFS_LOG` says how much.
-pub fn log_to_stderr() {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("LEASEFS_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).try_init();
 }
 
 /// The descriptor a parent waits on, if this process was started by [`start`].
@@ -161,7 +155,7 @@ fn ready_fd() -> Option<OwnedFd> {
 
 /// The background keeper: its first message goes to whoever started it, the rest to its log.
 fn keep_in_background(plan: &Plan, manner: Manner, ready: OwnedFd) -> Result<ExitCode> {
-    log_to_stderr();
+    logfile::start();
     let mut ready = Some(std::fs::File::from(ready));
     let outcome = keeper::run(plan, manner, |how| {
         if let Some(mut pipe) = ready.take() {
@@ -211,7 +205,7 @@ fn start(state_dir: &Path, quiet: bool) -> Result<ExitCode> {
     }
     let status = child.wait().context("the server")?;
     if said.is_empty() {
-        bail!("the server ended before it was ready ({status}): see {}", state_dir.join(server::LOG).display());
+        bail!("the server ended before it was ready ({status}): see {}", state_dir.join(logfile::LOG).display());
     }
     bail!("{said}");
 }

@@ -207,9 +207,8 @@ fn translate(option: &str) -> Option<Vec<String>> {
 }
 
 /// The man page.
-pub fn man_page(version: &str) -> String {
+pub fn man_page() -> String {
     let mut roff = Roff::new();
-    roff.control("TH", [NAME, "8", "", version, "leasefs manual"]);
     roff.control("SH", ["NAME"]).text([roman(format!("{NAME} - mount a lease tree by mount(8) or /etc/fstab"))]);
     roff.control("SH", ["SYNOPSIS"]);
     roff.text([
@@ -263,7 +262,7 @@ pub fn man_page(version: &str) -> String {
         bold("fstab"),
         roman("(5)"),
     ]);
-    roff.render()
+    super::generate::title(NAME, 8) + &roff.to_roff()
 }
 
 #[cfg(test)]

@@ -36,7 +36,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         bail!(Failure::NotUpgraded { why: why.to_owned() });
     }
     if !answer.starts_with(control::DONE) {
-        bail!(Failure::KeeperSilent { log: failure::shown(&state_dir.join(crate::server::LOG)) });
+        bail!(Failure::KeeperSilent { log: failure::shown(&state_dir.join(crate::logfile::LOG)) });
     }
     println!("{answer}");
     Ok(ExitCode::SUCCESS)

@@ -21,8 +21,10 @@ const KEEPER: &str = "leasefs-keeper";
 pub struct Found {
     /// The checks.
     pub checks: Vec<Check>,
-    /// State directories of the trees that answer.
+    /// State directories of the trees that answer and are this user's.
     pub states: Vec<PathBuf>,
+    /// There is a tree that this user can use.
+    pub can_be_used: bool,
     /// Keepers of those.
     keepers: HashSet<u32>,
 }
@@ -37,6 +39,8 @@ struct Config {
     #[serde(default)]
     keeper_pid: u32,
     state_dir: Option<PathBuf>,
+    #[serde(default)]
+    mount_owner: u32,
 }
 
 /// Looks at one tree, or at all.
@@ -102,7 +106,10 @@ impl Found {
                     let program = fs::read_link(format!("/proc/{}/exe", config.pid)).ok();
                     self.checks.push(version(&path, &config.version, program.as_deref()));
                     self.keepers.insert(config.keeper_pid);
-                    self.states.extend(config.state_dir);
+                    self.can_be_used = true;
+                    // Of others' state directories nothing can be seen, and it is not this user's to mend them.
+                    let is_ours = nix::unistd::geteuid().is_root() || nix::unistd::geteuid().as_raw() == config.mount_owner;
+                    self.states.extend(config.state_dir.filter(|_| is_ours));
                 }
                 Err(error) => self.checks.push(Check::warn(
                     "mount",
