@@ -12,6 +12,7 @@
 //!
 //! Time is passed in everywhere ([`Now`]); nothing here but [`client`] reads a clock.
 
+pub mod agent;
 pub mod backup;
 pub mod batch;
 pub mod client;
