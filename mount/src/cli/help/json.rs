@@ -197,7 +197,12 @@ pub const ORDERS: Shape = Shape {
     about: "Takes one object for each write; what came of it is the write's errno. Whoever wants to be safe from errors \
             in between uses `leasefs evict` and its like.",
     fields: &[
-        Field("op", "string", "`evict`: end an attempt, for root, the mount's owner and the namespace's owner"),
+        Field(
+            "op",
+            "string",
+            "`evict`: end an attempt, for root, the mount's owner and the namespace's owner; `release`, `renew`: end or renew \
+             it, for the user it is of",
+        ),
         Field("key", "string", "the key"),
         Field("epoch", "number", "the attempt that is meant; `ESTALE` where it does not hold the key"),
         Field("reason", "[string]", "why, for the history"),
