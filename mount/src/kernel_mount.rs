@@ -16,6 +16,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::{getegid, geteuid};
 
+use crate::dead_mount;
 use crate::failure::{self, Failure};
 use crate::mountinfo::{FS_TYPE, is_leasefs, mounts};
 
@@ -51,6 +52,10 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
     }
     let path = path.canonicalize().with_context(|| shown.clone())?;
     if is_leasefs(&path)? {
+        // The kernel may have answered for a dead one what it knew.
+        if dead_mount::is_dead(&path)? {
+            bail!(Failure::DeadMountpoint { path: shown });
+        }
         bail!(Failure::MountedAlready { path: shown });
     }
     let is_mountpoint = path

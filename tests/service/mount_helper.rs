@@ -109,8 +109,7 @@ fn what_is_wrong_is_told_in_one_line_and_mounts_nothing() {
         ("32 1 mount.leasefs: ", "ttl"),
         ("1 1 mount.leasefs: ", "the source is the state directory"),
         ("32 1 mount.leasefs: ", "mkdir it first"),
-        // mount(8) itself finds that.
-        ("32 1 mount: ", "nowhere"),
+        ("32 1 mount.leasefs: ", "nowhere does not exist"),
         ("mount.leasefs: ", "1 paths are given"),
         ("1", ""),
         ("faked", ""),

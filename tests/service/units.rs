@@ -104,9 +104,12 @@ fn a_tree_is_installed_started_reloaded_stopped_and_restarted_as_the_unit_says()
     // Another instance, as its configuration says; and a line of fstab, which systemd makes a unit of.
     machine.ok("printf 'MOUNTPOINT=/srv/leases\\nOPTIONS=--ttl 1h --durability process\\n' >/etc/leasefs/other.conf");
     machine.ok("systemctl start leasefs@other; grep -q '\"ttl_ms\":3600000' /srv/leases/.leasefs/config");
-    machine.ok("echo '/var/lib/leasefs/f /mnt leasefs ttl=90s,nofail,x-systemd.device-timeout=5 0 0' >/etc/fstab");
-    machine.ok("systemctl daemon-reload; systemctl start mnt.mount; grep -q '\"ttl_ms\":90000' /mnt/.leasefs/config");
-    machine.ok("systemctl stop mnt.mount; ! findmnt /mnt");
+    machine.ok(
+        "echo '/var/lib/leasefs/f /srv/table leasefs ttl=90s,nofail,x-systemd.after=local-fs.target 0 0' >/etc/fstab",
+    );
+    machine.ok("systemctl daemon-reload; systemctl start srv-table.mount");
+    machine.ok("grep -q '\"ttl_ms\":90000' /srv/table/.leasefs/config");
+    machine.ok("systemctl stop srv-table.mount; ! findmnt /srv/table");
 
     // Without the program on the disk it is served on.
     let output = machine.run("dpkg -r leasefs");

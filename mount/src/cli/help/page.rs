@@ -107,13 +107,18 @@ pub fn fill(out: &mut String, text: &str, indent: usize, width: usize) {
 
 /// Appends the page to a man page, below the heading that is there.
 pub fn to_roff(page: &Page, roff: &mut Roff) {
+    let mut after_head = true;
     for block in &page.0 {
+        // A heading begins a paragraph by itself.
+        if matches!(block, Block::Text(_) | Block::Code(_)) && !after_head {
+            roff.control("PP", []);
+        }
+        after_head = matches!(block, Block::Head(_));
         match block {
             Block::Head(text) => {
                 roff.control("SS", [text.as_str()]);
             }
             Block::Text(text) => {
-                roff.control("PP", []);
                 roff.text(inline(text));
             }
             Block::Entry(term, text) => {
@@ -122,7 +127,6 @@ pub fn to_roff(page: &Page, roff: &mut Roff) {
                 roff.text(inline(text));
             }
             Block::Code(text) => {
-                roff.control("PP", []);
                 roff.control("RS", ["4"]);
                 roff.control("nf", []);
                 for line in text.lines() {
