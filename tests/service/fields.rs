@@ -104,6 +104,13 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     agent.close(done);
     mount.wait_status("done", "finished", |status| status["state"] == "finished");
     look(&mount, "done", "finished");
+    // Pruned.
+    assert_ok(&mount.bash("for i in 1 2 3; do flock $M/claims/old true; done"));
+    mount.wait_status("old", "free", |status| status["state"] == "free");
+    let pruned = mount.leasefs(&["prune", "--attempts-over", "1", "--json"]);
+    assert_ok(&pruned);
+    let pruned: Value = serde_json::from_slice(&pruned.stdout).expect("JSON");
+    assert_eq!(shown([&pruned]), documented("leasefs prune --json").0, "{pruned}");
     // Orphaned.
     let kept = agent.create(&mount.claim("kept")).expect("free key");
     mount.lose_connection();

@@ -61,7 +61,7 @@ fn every_page_renders_without_a_complaint_and_says_what_it_must() {
     let flat_page = flat(&text);
     for part in [
         "orphaned_why ([string]) why an orphaned key is not free yet",
-        "leasefs_grants_total Attempts begun.",
+        "leasefs_wait_seconds Time in line",
         "127 CMD was not found",
         "results/KEY/EPOCH The result of that attempt",
         "PATH is already a leasefs mount use it, or leasefs unmount PATH first",

@@ -19,6 +19,8 @@ pub mod ls;
 pub mod mount;
 pub mod mount_helper;
 pub mod probe;
+pub mod prune;
+pub mod reap;
 pub mod run;
 pub mod serve;
 pub mod show;
@@ -79,6 +81,10 @@ pub enum Command {
     Verify(verify::Args),
     /// Copy the state directory to a place it can be served from, mounted or not
     Backup(backup::Args),
+    /// Take ended attempts and their results away, by age or number
+    Prune(prune::Args),
+    /// Look now for proof that the holders of orphaned keys are dead
+    Reap(reap::Args),
     /// Look for what is wrong with this machine, its mounts and a state directory, and say what to do
     Doctor(doctor::Args),
     /// Show the help of a command, or a page on exit codes, errors, JSON, files and the like
@@ -111,6 +117,8 @@ pub fn main() -> ExitCode {
         Command::Evict(args) => (evict::run(args), EXIT_FAILURE),
         Command::Verify(args) => (verify::run(args), EXIT_FAILURE),
         Command::Backup(args) => (backup::run(args), EXIT_FAILURE),
+        Command::Prune(args) => (prune::run(args), EXIT_FAILURE),
+        Command::Reap(args) => (reap::run(args), EXIT_FAILURE),
         Command::Doctor(args) => (doctor::run(args), EXIT_FAILURE),
         Command::Help(args) => (help::run(args), EXIT_FAILURE),
         Command::Generate(args) => (generate::run(args), EXIT_FAILURE),

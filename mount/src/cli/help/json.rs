@@ -128,11 +128,13 @@ pub const EVENTS: Shape = Shape {
             "string",
             "`granted`, `denied`, `waiting`, `renewed`, `released`, `expired`, `evicted`, `completed` (its result was \
              committed), `finished` (and its handles are closed), `lost`, `stale` (a handle that lost its lease was \
-             refused), `shared`, `unshared`, `forgotten` (a finished key was unlinked) or `gap`",
+             refused), `shared`, `unshared`, `forgotten` (a finished key was unlinked), `pruned` or `gap`",
         ),
         Field("key", "[string]", "the key"),
         Field("epoch", "[number]", "the attempt it is about, else the newest"),
         Field("missed", "[number]", "of a gap alone: how many events this reader was too slow for"),
+        Field("attempts", "[number]", "of pruned alone: ended attempts that went"),
+        Field("results", "[number]", "of pruned alone: results that went"),
     ],
 };
 
@@ -191,26 +193,44 @@ pub const DOCTOR: Shape = Shape {
     ],
 };
 
+/// `leasefs prune --json`.
+pub const PRUNE: Shape = Shape {
+    title: "`leasefs prune --json`",
+    about: "One object.",
+    fields: &[
+        Field("dry_run", "boolean", "whether nothing was taken away"),
+        Field("attempts", "number", "attempts that went, or would go"),
+        Field("results", "number", "results that went, or would go"),
+        Field("bytes", "number", "their bytes"),
+        Field("keys", "list", "the same for each key"),
+        Field("keys[].key", "string", "the key"),
+        Field("keys[].attempts", "number", "its attempts"),
+        Field("keys[].results", "number", "its results"),
+        Field("keys[].bytes", "number", "their bytes"),
+    ],
+};
+
 /// All that is written to `.leasefs/control`.
 pub const ORDERS: Shape = Shape {
     title: ".leasefs/control",
-    about: "Takes one object for each write; what came of it is the write's errno. Whoever wants to be safe from errors \
-            in between uses `leasefs evict` and its like.",
+    about: "Takes one object for each write; what came of it is the write's errno.",
     fields: &[
         Field(
             "op",
             "string",
-            "`evict`: end an attempt, for root, the mount's owner and the namespace's owner; `release`, `renew`: end or renew \
-             it, for the user it is of",
+            "`evict`: end an attempt, for root, the mount's owner and the namespace's owner; `release`, `renew`: end or \
+             renew it, for the user it is of; `prune`, `reap`: as the commands do, for root and the mount's owner",
         ),
-        Field("key", "string", "the key"),
-        Field("epoch", "number", "the attempt that is meant; `ESTALE` where it does not hold the key"),
-        Field("reason", "[string]", "why, for the history"),
+        Field("key", "[string]", "of evict, release, renew: the key"),
+        Field("epoch", "[number]", "and the attempt that is meant; `ESTALE` where it does not hold the key"),
+        Field("reason", "[string]", "of evict and release: why, for the history"),
+        Field("completed_older_ms", "[number]", "of prune: completed attempts that ended so long ago or longer go"),
+        Field("attempts_over", "[number]", "of prune: so many of the newest ended attempts of a key stay"),
     ],
 };
 
 /// All of them.
-pub const SHAPES: &[&Shape] = &[&STATUS, &HISTORY, &EVENTS, &CONFIG, &VERIFY, &DOCTOR, &ORDERS];
+pub const SHAPES: &[&Shape] = &[&STATUS, &HISTORY, &EVENTS, &CONFIG, &VERIFY, &DOCTOR, &PRUNE, &ORDERS];
 
 /// The page.
 pub fn page() -> Page {
