@@ -34,7 +34,8 @@ fn every_holder_keeps_every_contender_out_and_leaves_nothing_behind() {
     let namespace = mount.claim("matrix");
     fs::create_dir(&namespace).expect("a namespace");
     let names = LEASES.join(",");
-    let output = thirdparty(&mount, &["--matrix", "--json", "--only", &names, "--only", "mkdir,ln -s,create+close"], &namespace);
+    let output =
+        thirdparty(&mount, &["--matrix", "--json", "--only", &names, "--only", "mkdir,ln -s,create+close"], &namespace);
     let said = stdout(&output);
     let matrix: Value = serde_json::from_str(&said).unwrap_or_else(|e| {
         panic!("{e}: {said}{}", String::from_utf8_lossy(&output.stderr));
