@@ -92,6 +92,7 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     mount.wait_status("held", "two wait", |status| status["waiters"] == 2);
     look(&mount, "held", "held");
     drop((waiting, sharing));
+    mount.wait_status("held", "nobody waits", |status| status["waiters"] == 0);
     assert_ok(&mount.leasefs(&["evict", "held", "--epoch", "1", "--reason", "test"]));
     look(&mount, "held", "free");
     // Shared.

@@ -222,7 +222,7 @@ fn examples() -> Page {
          systemctl enable --now leasefs@main",
     );
     page.text("The same by /etc/fstab:");
-    page.code("/var/lib/leasefs/main  /srv/leases  leasefs  allow_other,nofail  0  0");
+    page.code("/var/lib/leasefs/main /srv/leases leasefs allow_other,nofail 0 0");
     page
 }
 
