@@ -77,6 +77,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
     if timeout_s > 0 {
         bail!(Failure::RequestTimeout { seconds: timeout_s.to_string() });
     }
+    kernel_mount::check_proc()?;
     // It was started by another path, and is to be found by its name.
     let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
     dead_mount::clean(&plan.state_dir, &plan.mountpoint)?;

@@ -71,6 +71,19 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Checks that `/proc` tells of the processes by the numbers that requests come with.
+///
+/// # Errors
+/// What is wrong and what to do.
+pub fn check_proc() -> Result<()> {
+    let own = std::process::id().to_string();
+    match std::fs::read_link("/proc/self") {
+        Ok(number) if number.as_os_str() == own.as_str() => Ok(()),
+        // Whoever has the number there is somebody else.
+        _ => bail!("/proc is not that of this pid namespace: mount it here first (`mount -t proc proc /proc`)"),
+    }
+}
+
 /// Mounts and gives the connection to the kernel.
 ///
 /// # Errors

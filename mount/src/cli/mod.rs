@@ -9,18 +9,26 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 
+pub mod abandon;
 pub mod backup;
+pub mod claim;
+pub mod complete;
 pub mod doctor;
 pub mod evict;
 pub mod generate;
 pub mod help;
 pub mod history;
+pub mod hold;
+pub mod holding;
 pub mod ls;
 pub mod mount;
+pub mod order;
 pub mod mount_helper;
 pub mod probe;
 pub mod prune;
 pub mod reap;
+pub mod release;
+pub mod renew;
 pub mod run;
 pub mod serve;
 pub mod show;
@@ -67,6 +75,16 @@ pub enum Command {
     Upgrade(upgrade::Args),
     /// Run a command while holding one or more keys
     Run(run::Args),
+    /// Hold a key for steps that are processes of their own
+    Claim(claim::Args),
+    /// Renew the lease of one's own attempt
+    Renew(renew::Args),
+    /// Record the result of one's own attempt, from standard input, and give the key back
+    Complete(complete::Args),
+    /// Give a key back
+    Release(release::Args),
+    /// Give a key back without a result, and say why
+    Abandon(abandon::Args),
     /// List keys: who holds them, for how long, and how many wait
     Ls(ls::Args),
     /// Show everything about one key
@@ -85,6 +103,9 @@ pub enum Command {
     Prune(prune::Args),
     /// Look now for proof that the holders of orphaned keys are dead
     Reap(reap::Args),
+    /// Keep an attempt, for `leasefs claim`
+    #[command(hide = true)]
+    Hold(hold::Args),
     /// Look for what is wrong with this machine, its mounts and a state directory, and say what to do
     Doctor(doctor::Args),
     /// Show the help of a command, or a page on exit codes, errors, JSON, files and the like
@@ -110,6 +131,11 @@ pub fn main() -> ExitCode {
         Command::Unmount(args) => (unmount::run(args), EXIT_NO),
         Command::Upgrade(args) => (upgrade::run(args), EXIT_NO),
         Command::Run(args) => (run::run(args), run::EXIT_FAILURE),
+        Command::Claim(args) => (claim::run(args), EXIT_FAILURE),
+        Command::Renew(args) => (renew::run(args), EXIT_FAILURE),
+        Command::Complete(args) => (complete::run(args), EXIT_FAILURE),
+        Command::Release(args) => (release::run(args), EXIT_FAILURE),
+        Command::Abandon(args) => (abandon::run(args), EXIT_FAILURE),
         Command::Ls(args) => (ls::run(args), EXIT_FAILURE),
         Command::Status(args) => (status::run(args), EXIT_FAILURE),
         Command::History(args) => (history::run(args), EXIT_FAILURE),
@@ -119,6 +145,7 @@ pub fn main() -> ExitCode {
         Command::Backup(args) => (backup::run(args), EXIT_FAILURE),
         Command::Prune(args) => (prune::run(args), EXIT_FAILURE),
         Command::Reap(args) => (reap::run(args), EXIT_FAILURE),
+        Command::Hold(args) => (hold::run(args), EXIT_FAILURE),
         Command::Doctor(args) => (doctor::run(args), EXIT_FAILURE),
         Command::Help(args) => (help::run(args), EXIT_FAILURE),
         Command::Generate(args) => (generate::run(args), EXIT_FAILURE),

@@ -35,6 +35,9 @@ pub struct Tree {
 pub struct Config {
     /// Where the registry and the results are.
     pub state_dir: PathBuf,
+    /// Most bytes a result may have.
+    #[serde(default)]
+    pub max_result: Option<u64>,
 }
 
 /// `status/KEY`: contract §2.
@@ -103,7 +106,6 @@ pub struct Holder {
     pub pid: u32,
     /// When it started, in clock ticks since boot: tells it from a later process of the same number.
     #[serde(default)]
-    #[allow(dead_code, reason = "for whoever looks for the process itself")]
     pub start_time: u64,
     /// User id.
     pub uid: u32,
