@@ -110,6 +110,16 @@ impl Claim {
         &self.file
     }
 
+    /// Its time to live, as of the last renewal.
+    pub fn ttl(&self) -> Duration {
+        self.ttl
+    }
+
+    /// Last renewal, on `CLOCK_BOOTTIME`.
+    pub fn renewed_at(&self) -> Duration {
+        self.renewed_at
+    }
+
     /// When it is to be renewed, on `CLOCK_BOOTTIME`.
     pub fn due_at(&self) -> Duration {
         self.due_at
@@ -196,14 +206,17 @@ pub fn give_back(mut claims: Vec<Claim>) {
 fn take(tree: &Tree, key: Key, ttl: Option<Ttl>, patience: Patience, taken: &mut [Claim]) -> Result<Claim, Refusal> {
     let file = open(tree, &key)?;
     lock(tree, &key, &file, patience, taken)?;
-    let now = boot_now()?;
     if let Some(ttl) = ttl {
         set_ttl(&file, ttl).map_err(|error| trouble(format_args!("{key}: its TTL cannot be set to {ttl}"), error))?;
     }
-    let epoch = read_epoch(&file).map_err(|error| match error.raw_os_error() {
+    let refused = |error: io::Error| match error.raw_os_error() {
         Some(libc::ESTALE) => Refusal::Lost(format!("{key}: lost its lease at once: run it again, with a longer TTL")),
         _ => Refusal::Failed(trouble(&key, error)),
-    })?;
+    };
+    // The grant may be some time ago. Counted from before a renewal, a lease ends no earlier than is believed here.
+    let now = boot_now()?;
+    futimens(&file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW).map_err(|errno| refused(errno.into()))?;
+    let epoch = read_epoch(&file).map_err(refused)?;
     let ttl = ttl.unwrap_or_default().as_duration();
     let mut claim = Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false };
     claim.note_renewal(tree, now);
