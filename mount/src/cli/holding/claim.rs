@@ -20,11 +20,10 @@ use nix::sys::stat::futimens;
 use nix::sys::time::TimeSpec;
 
 use super::time::{Timer, boot_now};
+use super::waiting::Mention;
 use crate::cli::complain;
 use crate::cli::tree::{Tree, trouble};
 
-/// How long a wait lasts before it is mentioned.
-const SILENT_WAIT: Duration = Duration::from_secs(1);
 /// A signal that arrives before `flock` has begun to wait is missed by it, so the alarm goes on ringing.
 const ALARM_INTERVAL: Duration = Duration::from_millis(20);
 /// Pause before a renewal that failed for a reason other than the lease's loss is tried again, at most.
@@ -310,9 +309,9 @@ fn watch_beside(tree: &Tree, key: &Key, stop: &OwnedFd, taken: &mut [Claim]) -> 
     // The alarm is for the thread that waits.
     SigSet::all().thread_block()?;
     let timer = Timer::new()?;
-    let mut mention_at = Some(boot_now()? + SILENT_WAIT);
+    let mut mention = Mention::new(tree, key, boot_now()?);
     loop {
-        let next = taken.iter().map(Claim::due_at).chain(mention_at).min();
+        let next = taken.iter().map(Claim::due_at).chain([mention.next()]).min();
         if let Some(next) = next {
             timer.ring_at(next)?;
         }
@@ -324,12 +323,7 @@ fn watch_beside(tree: &Tree, key: &Key, stop: &OwnedFd, taken: &mut [Claim]) -> 
         if fds[0].any() == Some(true) {
             return Ok(None);
         }
-        if mention_at.is_some_and(|at| boot_now().is_ok_and(|now| now >= at)) {
-            mention_at = None;
-            if let Ok(Some(status)) = tree.status(key) {
-                complain(format_args!("{key}: {}: waiting", status.in_the_way()));
-            }
-        }
+        mention.say(boot_now()?);
         if let Some(lost) = renew_due(taken, tree)? {
             return Ok(Some(format!("{} (while waiting for {key})", lost.loss())));
         }
