@@ -51,7 +51,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut out = io::BufWriter::new(io::stdout().lock());
     if args.json {
         for status in &found {
-            writeln!(out, "{}", status.line)?;
+            writeln!(out, "{}", status.json)?;
         }
     } else if !found.is_empty() {
         let rows: Vec<_> = found.iter().map(row).collect();

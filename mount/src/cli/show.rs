@@ -61,15 +61,16 @@ pub fn cell(text: &str) -> String {
 }
 
 /// Writes rows as columns aligned on the left, two blanks apart.
-pub fn table<const N: usize>(out: &mut impl Write, heads: [&str; N], rows: &[[String; N]]) -> io::Result<()> {
-    let mut widths = heads.map(str::len);
+pub fn table<'a>(out: &mut impl Write, heads: impl AsRef<[&'a str]>, rows: &[impl AsRef<[String]>]) -> io::Result<()> {
+    let heads: Vec<String> = heads.as_ref().iter().map(|head| (*head).to_owned()).collect();
+    let mut widths: Vec<usize> = heads.iter().map(String::len).collect();
     for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
+        for (width, cell) in widths.iter_mut().zip(row.as_ref()) {
             *width = (*width).max(cell.chars().count());
         }
     }
     let mut line = String::new();
-    for row in std::iter::once(&heads.map(str::to_owned)).chain(rows) {
+    for row in std::iter::once(heads.as_slice()).chain(rows.iter().map(AsRef::as_ref)) {
         line.clear();
         for (width, cell) in widths.iter().zip(row) {
             let _ = write!(line, "{cell:width$}  ");

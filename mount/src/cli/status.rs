@@ -7,7 +7,7 @@ use anyhow::Result;
 use leasefs::{Key, Ttl};
 
 use super::show;
-use super::tree::{Status, Tree, TreeArgs};
+use super::tree::{Sharing, Status, Tree, TreeArgs, Waiting};
 use super::{EXIT_NO, complain};
 
 /// Which key, and how to show it.
@@ -35,7 +35,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     let mut out = io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", status.line)?;
+        writeln!(out, "{}", status.json)?;
     } else {
         write_block(&mut out, &tree, &key, &status)?;
     }
@@ -54,6 +54,9 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
         let command = show::plain(&holder.command);
         line("holder", &format!("pid {} ({command}), uid {}, gid {}", holder.pid, holder.uid, holder.gid))?;
     }
+    if let Some(agent) = &status.agent {
+        line("agent", &show::plain(agent))?;
+    }
     for (name, time) in [("since", &status.since), ("renewed", &status.renewed), ("expires", &status.expires)] {
         if let Some(time) = time {
             line(name, &with_distance(time, show::now_ms()))?;
@@ -66,7 +69,14 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
         line("via", via)?;
     }
     line("waiters", &status.waiters.to_string())?;
+    for Waiting { pid, uid, command, since, mode, .. } in &status.line {
+        let command = show::plain(command);
+        line("", &format!("pid {pid} ({command}), uid {uid}, {mode}, since {}", with_distance(since, show::now_ms())))?;
+    }
     line("sharers", &status.sharers.to_string())?;
+    for Sharing { pid, uid, command, .. } in &status.sharing {
+        line("", &format!("pid {pid} ({}), uid {uid}", show::plain(command)))?;
+    }
     if let Some(note) = status.note.as_deref().filter(|note| !note.is_empty()) {
         line("note", &show::plain(note.trim_end()))?;
     }
