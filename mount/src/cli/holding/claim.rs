@@ -18,6 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, SigmaskHow, Signal, pthread_sigmask, sigaction};
 use nix::sys::stat::futimens;
 use nix::sys::time::TimeSpec;
+use nix::unistd::ftruncate;
 
 use super::time::{Timer, boot_now};
 use super::waiting::Mention;
@@ -127,7 +128,14 @@ impl Claim {
     /// Renews the lease by setting its file's time.
     pub fn renew(&mut self, tree: &Tree) -> nix::Result<Renewal> {
         let now = boot_now()?;
-        match futimens(&self.file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
+        let renewed = match futimens(&self.file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
+            // The kernel does not say through which handle, so that is for the process alone that took the lease; this
+            // may be another, with a copy of the handle. Truncation comes with the handle. Locking would not do: were
+            // the lease given back, it would take a new one.
+            Err(Errno::EACCES) => ftruncate(&self.file, 0),
+            answer => answer,
+        };
+        match renewed {
             Ok(()) => {
                 self.note_renewal(tree, now);
                 Ok(Renewal::Kept)

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use leasefs::Key;
 use nix::unistd::getpgrp;
-use serde::Deserialize;
 
 use crate::cli::complain;
 use crate::cli::tree::{Status, Tree};
@@ -82,18 +81,8 @@ fn next_time(waited: Duration, on_terminal: bool) -> Duration {
 
 /// `job: held by pid 7 (make), uid 0, for 3s: waiting, 2nd of 5 in line`.
 fn sentence(key: &Key, status: &Status, pid: u32) -> String {
-    /// `line` of `status/KEY`; of a server that does not tell it, empty.
-    #[derive(Deserialize)]
-    struct Line {
-        #[serde(default)]
-        line: Vec<Place>,
-    }
-    #[derive(Deserialize)]
-    struct Place {
-        pid: u32,
-    }
-    let line = serde_json::from_str(&status.line).map_or_else(|_| Vec::new(), |line: Line| line.line);
-    let place = line
+    let place = status
+        .line
         .iter()
         .position(|place| place.pid == pid)
         .map_or_else(String::new, |index| format!(", {} of {} in line", ordinal(index + 1), status.waiters));
@@ -155,13 +144,15 @@ mod tests {
             let text = format!(
                 r#"{{"key":"job","state":"held","epoch":3,"waiters":12,"holder":{{"pid":7,"uid":0,"gid":0,"command":"make"}}{line}}}"#
             );
-            let mut status: Status = serde_json::from_str(&text).expect("a status");
-            status.line = text;
+            let status: Status = serde_json::from_str(&text).expect("a status");
             sentence(&key, &status, 9)
         };
         assert_eq!(told(""), "job: held by pid 7 (make), uid 0: waiting");
-        let line = r#","line":[{"pid":8},{"pid":9}]"#;
-        assert_eq!(told(line), "job: held by pid 7 (make), uid 0: waiting, 2nd of 12 in line");
+        let place = |pid| {
+            format!(r#"{{"pid":{pid},"start_time":1,"uid":0,"command":"leasefs","since":"","mode":"exclusive"}}"#)
+        };
+        let line = format!(r#","line":[{},{}]"#, place(8), place(9));
+        assert_eq!(told(&line), "job: held by pid 7 (make), uid 0: waiting, 2nd of 12 in line");
         assert_eq!([1, 3, 11, 22, 113].map(ordinal), ["1st", "3rd", "11th", "22nd", "113th"]);
     }
 }
