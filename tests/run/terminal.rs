@@ -150,11 +150,13 @@ fn a_wait_is_shown_in_one_line_that_goes_away() {
     assert_eq!(terminal.wait_file("code"), "code=1");
     wait_for("all is shown", || terminal.shown().contains("nothing was run"));
     let shown = terminal.shown();
-    let from_runs = shown.split_once("\rleasefs: ").expect("a line").1;
-    let updates: Vec<&str> = from_runs.split("\x1b[K").collect();
-    assert!(updates.len() >= 3, "{shown:?}");
-    assert!(updates[0].contains(&format!("held by pid {}", holder.runner.pid())), "{shown:?}");
-    assert!(updates[1].starts_with("\rleasefs: job: held"), "in its place: {shown:?}");
-    let last = updates.iter().rposition(|update| update.ends_with(": waiting")).expect("a line");
-    assert_eq!(updates[last + 1], "\r", "the line is cleared: {shown:?}");
+    let updates: Vec<&str> = shown.split("\x1b[K").collect();
+    let line = format!("\rjob: held by pid {} (leasefs), uid 0, for ", holder.runner.pid());
+    let lines: Vec<usize> = (0..updates.len()).filter(|index| updates[*index].contains(&line)).collect();
+    assert!(lines.len() >= 2, "kept up to date: {shown:?}");
+    for index in &lines {
+        assert!(updates[*index].ends_with(": waiting, 1st of 1 in line"), "{shown:?}");
+    }
+    assert!(updates[lines[1]].starts_with(&line), "in its place: {shown:?}");
+    assert_eq!(updates[lines[lines.len() - 1] + 1], "\r", "cleared: {shown:?}");
 }

@@ -50,7 +50,7 @@ impl<'a> Mention<'a> {
         let text = sentence(self.key, &status, std::process::id());
         match columns {
             Some(columns) => {
-                let text: String = format!("leasefs: {text}").chars().take(columns.saturating_sub(1)).collect();
+                let text: String = text.chars().take(columns.saturating_sub(1)).collect();
                 let _ = write!(io::stderr(), "\r{text}\x1b[K");
                 self.shown = true;
             }

@@ -190,7 +190,7 @@ impl Watch<'_> {
             Reason::LeaseRunsOut => {
                 let keys: Vec<&str> = self.claims.iter().map(|claim| claim.key().as_str()).collect();
                 complain(format_args!(
-                    "{}: not renewed in time: the command was ended before the lease",
+                    "{}: not renewed in time: the command was ended before the lease ran out",
                     keys.join(", ")
                 ));
                 End::LeaseLost
