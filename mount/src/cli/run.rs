@@ -12,15 +12,16 @@ use anyhow::Result;
 use leasefs::{Key, Ttl};
 
 use super::complain;
+use super::holding::AgentArgs;
 use super::holding::claim::{self, Claim, Patience, Refusal};
-use super::tree::{Tree, TreeArgs};
+use super::tree::{Tree, TreeArgs, trouble};
 use guard::Rules;
 
 mod child;
 mod family;
 mod guard;
 mod link;
-mod program;
+pub(super) mod program;
 
 /// `run` itself failed, as with `env` and `timeout`.
 pub const EXIT_FAILURE: u8 = 125;
@@ -72,6 +73,9 @@ pub struct Args {
     /// Time to live of these leases, as in 90s or 1h30m [default: the namespace's or the mount's]
     #[arg(long, value_name = "D")]
     pub ttl: Option<Ttl>,
+    /// Whose they are.
+    #[command(flatten)]
+    pub agent: AgentArgs,
     /// Exit code when a key is held, from 0 to 255
     #[arg(short = 'E', long, value_name = "N", default_value_t = super::EXIT_NO, value_parser = exit_code)]
     pub conflict_exit_code: u8,
@@ -125,7 +129,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut claims = match claim::take_all(&tree, &asked, args.ttl, patience) {
         Ok(claims) => claims,
         Err(Refusal::Held(why)) => {
-            complain(why);
+            complain(format_args!("{why}: nothing was run"));
             return Ok(ExitCode::from(args.conflict_exit_code));
         }
         Err(Refusal::Lost(why)) => {
@@ -134,6 +138,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
         Err(Refusal::Failed(error)) => return Err(error),
     };
+    if let Some(name) = args.agent.name() {
+        for claim in &claims {
+            claim::set_agent(claim.file(), name)
+                .map_err(|error| trouble(format_args!("{}: its agent cannot be set to {name}", claim.key()), error))?;
+        }
+    }
 
     let mut command = Command::new(program);
     command.args(arguments);
