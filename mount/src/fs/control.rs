@@ -175,7 +175,7 @@ impl LeaseFs {
             let number = parked.last;
             parked.readers.insert(number, Reader { handle, next, size, reply, place });
             self.engine.set_watched(true);
-            self.watcher.add(Wait::Events(number), req.pid());
+            self.watcher.add(Wait::Events(number), req.unique(), req.pid());
         }
         // What happened before it was parked woke nobody.
         self.answer_events();

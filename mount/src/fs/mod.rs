@@ -12,7 +12,7 @@
 //! | [`kept`] | what the next server has to know, should this one be killed |
 //!
 //! One thread reads requests, so that a close is seen before the open that follows it. Whatever it decided is recorded
-//! once the kernel has nothing more to read, by that thread itself: see [`LeaseFs::settle`].
+//! once the kernel has nothing more to read, by that thread itself: see [`Shared::settle`].
 
 mod claims;
 mod control;
@@ -271,29 +271,6 @@ impl LeaseFs {
         self.flight.recording(Record { kind: flags.bits(), range: (events.bits().into(), 0), ..record })
     }
 
-    /// To be called after every request: records what was decided unless the kernel has more to read right now.
-    fn settle(&self) {
-        if self.engine.is_urgent() {
-            let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
-            if gathered >= MAX_GATHERED
-                || self.careful.load(Ordering::Relaxed)
-                || self.engine.is_quick()
-                || !self.has_more()
-            {
-                self.gathered.store(0, Ordering::Relaxed);
-                self.flush(clock::now());
-            }
-        }
-        self.timekeeper.need(self.next_ns());
-        self.writer.need(self.engine.apply_ns());
-        self.announce();
-    }
-
-    fn has_more(&self) -> bool {
-        let mut fds = [PollFd::new(self.device.as_fd(), PollFlags::POLLIN)];
-        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
-    }
-
     fn caller(&self, req: &Request) -> Caller {
         Caller::of(req, self.salt)
     }
@@ -341,6 +318,37 @@ fn record_of(req: &Request) -> Record {
 }
 
 impl Shared {
+    /// To be called after every request: records what was decided unless the kernel has more to read right now.
+    fn settle(&self) {
+        if self.engine.is_urgent() {
+            let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
+            if gathered >= MAX_GATHERED
+                || self.careful.load(Ordering::Relaxed)
+                || self.engine.is_quick()
+                || !self.has_more()
+            {
+                self.gathered.store(0, Ordering::Relaxed);
+                self.flush(clock::now());
+            }
+        }
+        self.timekeeper.need(self.next_ns());
+        self.writer.need(self.engine.apply_ns());
+        self.announce();
+    }
+
+    fn has_more(&self) -> bool {
+        let mut fds = [PollFd::new(self.device.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+
+    /// The kernel says that a signal came for whoever sent this request. To be called by the thread that reads requests.
+    pub fn on_interrupt(&self, unique: u64) {
+        killpoint::kill_point(killpoint::INTERRUPTED, b"");
+        self.watcher.interrupted(unique);
+        // Nothing may follow that the kernel has to read.
+        self.settle();
+    }
+
     /// Has each decision be recorded by itself, or not.
     pub fn set_careful(&self, careful: bool) {
         self.careful.store(careful, Ordering::Relaxed);

@@ -88,7 +88,7 @@ impl LeaseFs {
         orders.last += 1;
         let number = orders.last;
         orders.waiting.insert(number, Waiting { reply, length, place });
-        self.watcher.add(Wait::Order(number), req.pid());
+        self.watcher.add(Wait::Order(number), req.unique(), req.pid());
         Some(number)
     }
 }
