@@ -34,6 +34,8 @@ pub struct Prune {
     bounds: Bounds,
     reader: Box<dyn Read>,
     place: Place,
+    /// Files that an earlier prune left.
+    left: Vec<ResultFile>,
     /// Files that are gone, which is not noted yet.
     files_gone: Vec<ResultFile>,
     /// What went of the key that was come to last: told of once the next is come to.
@@ -51,22 +53,24 @@ impl Engine {
         // What ended a moment ago counts as well.
         self.flush(now);
         self.apply(now)?;
-        let reader = self.registry.lock().reader()?;
-        Ok(Prune { bounds, reader, place: Place::default(), files_gone: Vec::new(), last: None, _lock: lock })
+        let mut reader = self.registry.lock().reader()?;
+        let left = reader.pruned_files()?;
+        Ok(Prune { bounds, reader, place: Place::default(), left, files_gone: Vec::new(), last: None, _lock: lock })
     }
 
     /// Does the next part of a prune; true while there is more. To be called from a thread nobody waits for. `is_read`
     /// gives the results that are open for reading, by whoever began before it is called: their files stay until a later
-    /// sweep.
+    /// prune or start.
     ///
     /// # Errors
     /// [`Error::Storage`]; what went before it stays gone.
     pub fn prune_step(
         &self,
         prune: &mut Prune,
-        is_read: impl FnOnce() -> HashSet<ResultFile>,
+        is_read: impl Fn() -> HashSet<ResultFile>,
         now: Now,
     ) -> Result<bool, Error> {
+        prune.files_gone.extend(remove_files(&self.results, std::mem::take(&mut prune.left), &is_read));
         let portion = prune.reader.prunable(prune.place, &prune.bounds, STEP)?;
         // Held until the state in memory has followed: nothing else is recorded in between, nor taken back.
         let mut registry = self.registry.lock();
