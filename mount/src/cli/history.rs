@@ -12,6 +12,7 @@ use leasefs::time::rfc3339;
 use serde_json::{Value, json};
 
 use super::show::{self, NOTHING};
+use super::table::{Column, Look, Table};
 use super::tree::{self, Tree, TreeArgs};
 use super::{EXIT_NO, complain};
 
@@ -62,8 +63,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
     } else {
         let heads = ["EPOCH", "OUTCOME", "WHY", "HOLDER", "UID", "SINCE", "ENDED", "RESULT", "NOTE"];
-        let rows: Vec<_> = attempts.iter().map(row).collect();
-        show::table(&mut out, heads, &rows)?;
+        let mut table = Table::new(heads.map(Column::new));
+        for attempt in &attempts {
+            table.push(row(attempt));
+        }
+        table.write(&mut out, Look::plain())?;
         if let Some(first) = attempts.first().filter(|first| first.epoch > 1) {
             writeln!(out, "(epochs 1 to {} are no longer kept)", first.epoch - 1)?;
         }

@@ -35,7 +35,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     let mut out = io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", status.line)?;
+        writeln!(out, "{}", status.json)?;
     } else {
         write_block(&mut out, &tree, &key, &status)?;
     }

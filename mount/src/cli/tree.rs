@@ -25,6 +25,7 @@ pub struct TreeArgs {
 }
 
 /// A mounted tree.
+#[derive(Clone)]
 pub struct Tree {
     root: PathBuf,
 }
@@ -41,7 +42,7 @@ pub struct Config {
 pub struct Status {
     /// The line it was read from.
     #[serde(skip)]
-    pub line: String,
+    pub json: String,
     /// The key.
     pub key: String,
     /// `free`, `held`, `shared`, `reporting`, `orphaned` or `finished`.
@@ -69,12 +70,21 @@ pub struct Status {
     /// Locks waiting in line.
     #[serde(default)]
     pub waiters: u64,
+    /// The first hundred of them, in order.
+    #[serde(default)]
+    pub line: Vec<Waiting>,
     /// Holders of shared locks.
     #[serde(default)]
     pub sharers: u64,
+    /// The first hundred of them.
+    #[serde(default)]
+    pub sharing: Vec<Sharing>,
     /// The holder's note.
     #[serde(default)]
     pub note: Option<String>,
+    /// The agent that it works for.
+    #[serde(default)]
+    pub agent: Option<String>,
     /// How the newest ended attempt ended.
     #[serde(default)]
     pub outcome: Option<String>,
@@ -89,14 +99,47 @@ pub struct Status {
 /// The process that holds a key.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Holder {
-    /// Process id, as the server sees it.
+    /// Process id, as the server sees it; 0 where it does not.
     pub pid: u32,
+    /// When it started, in clock ticks since boot: tells it from a later process of the same number.
+    #[serde(default)]
+    pub start_time: u64,
     /// User id.
     pub uid: u32,
     /// Group id.
     pub gid: u32,
     /// Its command.
     #[serde(default)]
+    pub command: String,
+}
+
+/// A process in line.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Waiting {
+    /// Process id, as the server sees it; 0 where it does not.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot.
+    pub start_time: u64,
+    /// User id.
+    pub uid: u32,
+    /// Its command.
+    pub command: String,
+    /// Since when it waits, RFC 3339.
+    pub since: String,
+    /// `exclusive` or `shared`.
+    pub mode: String,
+}
+
+/// A process that has a shared lock.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Sharing {
+    /// Process id, as the server sees it; 0 where it does not.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot.
+    pub start_time: u64,
+    /// User id.
+    pub uid: u32,
+    /// Its command.
     pub command: String,
 }
 
@@ -118,7 +161,7 @@ impl Status {
         file.read_to_string(&mut text)?;
         let line = text.trim_end();
         let mut status: Status = serde_json::from_str(line)?;
-        status.line = line.to_owned();
+        status.json = line.to_owned();
         Ok(status)
     }
 
