@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 
+use crate::agent;
 use crate::registry::{AttemptRow, KeyRow};
 
 /// Longest TTL there can be, in milliseconds: 365 days.
@@ -274,6 +275,9 @@ impl Checker<'_> {
             let problem = format!("its note has {} bytes, more than any write can bring", row.note.len());
             self.report(Invariant::AtomicRead, Some(row.epoch), problem);
         }
+        if row.agent.as_deref().is_some_and(|agent| agent::name(agent.as_bytes()).is_err()) {
+            self.report(Invariant::AtomicRead, Some(row.epoch), "its agent has a name that none can be given");
+        }
     }
 
     /// What the wall clock says about one attempt.
@@ -366,7 +370,9 @@ mod tests {
             renewed_ms: since_ms + 10,
             expires_ms: since_ms + 60_010,
             ttl_ms: 60_000,
+            waited_ms: 0,
             note: String::new(),
+            agent: None,
             outcome: Some("released".into()),
             reason: Some("closed".into()),
             ended_ms: Some(since_ms + 1_000),
@@ -538,12 +544,17 @@ mod tests {
     }
 
     #[test]
-    fn notes_and_results_are_whole() {
+    fn notes_names_and_results_are_whole() {
         let torn = found_with(&[key(1)], &[completed(1)], |_| Some(2));
         assert_eq!(torn, [(AtomicRead, Some(1), false)]);
         let long = AttemptRow { note: "x".repeat(4097), ..live(1) };
         assert_eq!(found(&[key(1)], &[long]), [(AtomicRead, Some(1), false)]);
         assert_eq!(found(&[key(1)], &[AttemptRow { note: "x".repeat(4096), ..live(1) }]), []);
+        let named = |agent: &str| AttemptRow { agent: Some(agent.to_owned()), ..live(1) };
+        assert_eq!(found(&[key(1)], &[named("coder 7")]), []);
+        for agent in ["", "two\nlines", &"x".repeat(256)] {
+            assert_eq!(found(&[key(1)], &[named(agent)]), [(AtomicRead, Some(1), false)], "{agent:?}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::engine::KeyEntry;
-use crate::machine::{Attempt, Outcome, State, Via};
+use crate::machine::{Attempt, Claimant, Mode, Outcome, State, Via, Waiter};
 use crate::time::{Now, rfc3339};
 
 #[derive(Serialize)]
@@ -15,6 +15,33 @@ struct Holder<'a> {
     uid: u32,
     gid: u32,
     command: &'a str,
+}
+
+/// Most of those who wait, and of those who share, that are shown.
+const MOST_SHOWN: usize = 100;
+
+/// Somebody in line.
+#[derive(Serialize)]
+struct InLine<'a> {
+    #[serde(flatten)]
+    who: Who<'a>,
+    since: String,
+    mode: &'static str,
+}
+
+#[derive(Serialize)]
+struct Who<'a> {
+    pid: u32,
+    start_time: u64,
+    uid: u32,
+    command: &'a str,
+}
+
+impl<'a> Who<'a> {
+    fn of(claimant: &'a Claimant) -> Who<'a> {
+        let process = claimant.holder;
+        Who { pid: process.pid, start_time: process.start_time, uid: claimant.uid, command: &claimant.command }
+    }
 }
 
 #[derive(Serialize)]
@@ -36,8 +63,11 @@ struct Status<'a> {
     ttl_ms: Option<u64>,
     via: Option<Via>,
     waiters: usize,
+    line: Vec<InLine<'a>>,
     sharers: usize,
+    sharing: Vec<Who<'a>>,
     note: &'a str,
+    agent: Option<&'a str>,
     outcome: Option<Outcome>,
     result: Option<CommittedResult>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,6 +79,14 @@ struct Status<'a> {
 /// The attempt that a reader is told about as the holder: none once its deadline has passed.
 fn holding(entry: &KeyEntry, now: Now) -> Option<&Attempt> {
     entry.state.live().filter(|attempt| !attempt.is_due(now))
+}
+
+fn in_line(waiter: &Waiter) -> InLine<'_> {
+    let mode = match waiter.mode {
+        Mode::Exclusive => "exclusive",
+        Mode::Shared => "shared",
+    };
+    InLine { who: Who::of(&waiter.claimant), since: rfc3339(waiter.since.wall_ms), mode }
 }
 
 /// One line of JSON, newline included.
@@ -75,8 +113,11 @@ pub fn status(entry: &KeyEntry, now: Now) -> String {
         ttl_ms: live.map(|attempt| attempt.ttl.as_millis()),
         via: live.map(|attempt| attempt.via),
         waiters: state.line.len(),
+        line: state.line.iter().take(MOST_SHOWN).map(in_line).collect(),
         sharers: state.sharers.len(),
+        sharing: state.sharers.iter().take(MOST_SHOWN).map(|share| Who::of(&share.claimant)).collect(),
         note: live.map_or("", |attempt| &attempt.note),
+        agent: live.and_then(|attempt| attempt.agent.as_deref()),
         outcome: state.last_outcome(),
         result: state.latest_result.map(|(epoch, result)| CommittedResult {
             epoch: epoch.0,
@@ -130,6 +171,9 @@ fn write_record<T: std::fmt::Display>(
             writeln!(out, "holder: pid {}, command {}, uid {}", who.holder.pid, Printable(&who.command), who.uid)?;
         }
         None => writeln!(out, "holder: {none}")?,
+    }
+    if let Some(agent) = live.and_then(|attempt| attempt.agent.as_deref()) {
+        writeln!(out, "agent: {agent}")?;
     }
     let times = [
         ("since", live.map(|attempt| attempt.since.wall_ms)),

@@ -9,6 +9,7 @@ mod flight;
 mod fs;
 mod handover;
 mod ino;
+mod ioctl;
 mod keeper;
 mod kernel_mount;
 mod killpoint;

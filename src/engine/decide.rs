@@ -205,7 +205,7 @@ impl Inner {
     }
 
     pub(super) fn submit(&mut self, id: KeyId, input: Input, now: Now, done: Done, ready: &mut Ready) {
-        let input = match self.check_limits(id, input) {
+        let input = match self.check_limits(id, input, now) {
             Ok(input) => input,
             Err(error) => return ready.push((done, Err(error))),
         };
@@ -289,7 +289,7 @@ impl Inner {
         Some(step)
     }
 
-    pub(super) fn check_limits(&mut self, id: KeyId, input: Input) -> Result<Input, Error> {
+    pub(super) fn check_limits(&mut self, id: KeyId, input: Input, now: Now) -> Result<Input, Error> {
         let (claimant, renewal) = match &input {
             Input::Create { claimant, .. } => (claimant, false),
             Input::Lock { claimant, handle, owner, .. } => {
@@ -312,7 +312,7 @@ impl Inner {
         if self.waiting.of_uid(uid) >= self.config.max_waiters
             && let Input::Lock { handle, owner, mode, wait: Some(number), claimant } = input
         {
-            let waiter = Waiter { id: number, handle, owner, mode, claimant };
+            let waiter = Waiter { id: number, handle, owner, mode, claimant, since: now };
             if self.keys.get(&id).is_some_and(|entry| entry.state.would_wait(&waiter)) {
                 return Err(Error::Limit("this uid has as many lock requests waiting as --max-waiters allows"));
             }

@@ -144,8 +144,12 @@ pub struct Attempt {
     pub renewed: Now,
     /// `CLOCK_BOOTTIME`, in nanoseconds, at which it expires.
     pub deadline_ns: u64,
+    /// How long its claimer stood in line, in milliseconds; 0 when it was granted at once.
+    pub waited_ms: u64,
     /// What the holder wrote.
     pub note: Arc<str>,
+    /// Who the holder works for, as it said itself.
+    pub agent: Option<Arc<str>>,
     /// Whether the holder handle holds it.
     pub held: bool,
     /// False once its TTL ran out or it was evicted: nothing may be committed for it any more.

@@ -44,17 +44,23 @@ impl KeyState {
 
     /// Ends the live attempt against its holder's will: its handle is told `ESTALE` from now on.
     fn cut_off(&mut self, outcome: Outcome, why: Why, context: Context, fx: &mut Effects) {
+        self.disown(fx);
         let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) else { return };
         let handle = attempt.handle;
-        // An orphan's handle went with its connection.
-        if attempt.held && !attempt.orphaned {
-            self.lost.insert(handle);
-            fx.lost.push((handle, attempt.epoch));
-        }
         attempt.registered = false;
         attempt.why = Some(why);
         self.end(outcome, context, fx);
         self.forsake(handle, context, fx);
+    }
+
+    /// The handle that holds the newest attempt has lost it.
+    fn disown(&mut self, fx: &mut Effects) {
+        let Some(attempt) = &self.attempt else { return };
+        // An orphan's handle went with its connection.
+        if attempt.held && !attempt.orphaned {
+            self.lost.insert(attempt.handle);
+            fx.lost.push((attempt.handle, attempt.epoch));
+        }
     }
 
     /// A handle that lost its lease does not get another, also not by a request that is in line already.
@@ -80,6 +86,23 @@ impl KeyState {
             return Err(Error::Stale);
         }
         self.cut_off(Outcome::Evicted, why, context, fx);
+        Ok(Reply::Done)
+    }
+
+    /// Gives attempt `epoch` back for its own user, if it is the one that is held: to all others it is as if its handle was
+    /// unlocked, an open draft keeps it alive.
+    pub(super) fn give_back(
+        &mut self,
+        epoch: Epoch,
+        uid: u32,
+        why: Why,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        let handle = self.held_as(epoch, uid)?.handle;
+        self.disown(fx);
+        self.release(why, context, fx);
+        self.forsake(handle, context, fx);
         Ok(Reply::Done)
     }
 

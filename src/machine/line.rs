@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::attempt::{Attempt, Claimant, Via};
-use super::state::KeyState;
+use super::state::{KeyState, Taken};
 use super::{Change, Context, Effects, Notice, Reply};
 use crate::error::Error;
 use crate::ids::{Handle, Owner, RequestId, WaiterId};
@@ -71,6 +71,8 @@ pub struct Waiter {
     pub mode: Mode,
     /// Who waits.
     pub claimant: Claimant,
+    /// Since when.
+    pub since: Now,
 }
 
 impl Waiter {
@@ -190,8 +192,9 @@ impl KeyState {
     /// an upgrade loses nothing.
     fn begin_locked(&mut self, waiter: Waiter, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
         self.drop_shares(|share| waiter.owns(share), fx);
-        let Waiter { handle, owner, claimant, .. } = waiter;
-        self.begin(handle, Some(owner), Via::Lock, claimant, context, fx).map(Reply::Claimed)
+        let Waiter { handle, owner, claimant, since, .. } = waiter;
+        let taken = Taken { handle, owner: Some(owner), via: Via::Lock, claimant, asked: since };
+        self.begin(taken, context, fx).map(Reply::Claimed)
     }
 
     pub(super) fn lock_shared(

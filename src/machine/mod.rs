@@ -101,6 +101,32 @@ pub enum Input {
         /// The new TTL, counted from now.
         ttl: Ttl,
     },
+    /// `user.lease.agent` on the key's file: who the holder works for. No renewal.
+    SetAgent {
+        /// The caller's uid.
+        uid: u32,
+        /// The name; none takes it away.
+        agent: Option<Arc<str>>,
+    },
+    /// An order to give the key back, by the attempt's own user and not by its handle: for those who keep no file open.
+    /// The handle that held it is told `ESTALE` from now on, so that whoever has it open learns of it.
+    GiveBack {
+        /// The attempt meant: compared, never assumed.
+        epoch: Epoch,
+        /// The caller's uid.
+        uid: u32,
+        /// By whom and why.
+        why: Why,
+        /// Recognises it when it comes again.
+        request: RequestId,
+    },
+    /// An order to renew, by the attempt's own user and not by its handle. It may come again: then it renews again.
+    RenewAttempt {
+        /// The attempt meant: compared, never assumed.
+        epoch: Epoch,
+        /// The caller's uid.
+        uid: u32,
+    },
     /// `leasefs evict` (§5); who may was judged before.
     Evict {
         /// The attempt meant: compared, never assumed.
@@ -178,7 +204,7 @@ pub enum Reply {
 pub enum Change {
     /// A new attempt; must be durable before its claimer is told.
     Claimed(Arc<Attempt>),
-    /// TTL, deadline or note of a live attempt, or the handle that holds it.
+    /// TTL, deadline, note or agent of a live attempt, or the handle that holds it.
     Renewed(Arc<Attempt>),
     /// An attempt ended.
     Ended(Arc<Attempt>),
@@ -270,7 +296,8 @@ impl KeyState {
             }
             Input::Create { handle, claimant } => self.create(handle, claimant, context, &mut fx),
             Input::Lock { handle, owner, mode, wait, claimant } => {
-                let waiter = Waiter { id: wait.unwrap_or_default(), handle, owner, mode, claimant };
+                let id = wait.unwrap_or_default();
+                let waiter = Waiter { id, handle, owner, mode, claimant, since: context.now };
                 match mode {
                     Mode::Exclusive => self.lock_exclusive(waiter, wait.is_some(), context, &mut fx),
                     Mode::Shared => self.lock_shared(waiter, wait.is_some(), context, &mut fx),
@@ -284,6 +311,11 @@ impl KeyState {
             }
             Input::Renew { handle, note } => self.renew_handle(handle, note, context, &mut fx),
             Input::SetTtl { uid, ttl } => self.set_ttl(uid, ttl, context, &mut fx),
+            Input::SetAgent { uid, agent } => self.set_agent(uid, agent, &mut fx),
+            Input::GiveBack { epoch, uid, why, request } => {
+                self.once(request, &mut fx, |state, fx| state.give_back(epoch, uid, why, context, fx))
+            }
+            Input::RenewAttempt { epoch, uid } => self.renew_attempt(epoch, uid, context, &mut fx),
             Input::Evict { epoch, why, request } => {
                 self.once(request, &mut fx, |state, fx| state.evict(epoch, why, context, fx))
             }

@@ -42,6 +42,16 @@ impl std::fmt::Display for State {
     }
 }
 
+/// What an attempt begins with.
+pub(super) struct Taken {
+    pub handle: Handle,
+    pub owner: Option<Owner>,
+    pub via: Via,
+    pub claimant: Claimant,
+    /// When it was asked for.
+    pub asked: Now,
+}
+
 /// All there is to know of a key.
 #[derive(Clone, Debug, Default)]
 pub struct KeyState {
@@ -155,19 +165,12 @@ impl KeyState {
             return Err(Error::Taken);
         }
         self.drop_shares(|share| share.is_left_by(&claimant), fx);
-        self.begin(handle, None, Via::Create, claimant, context, fx).map(Reply::Claimed)
+        let taken = Taken { handle, owner: None, via: Via::Create, claimant, asked: context.now };
+        self.begin(taken, context, fx).map(Reply::Claimed)
     }
 
     /// Begins the next attempt. The caller has made sure that nobody holds, shares or keeps the key.
-    pub(super) fn begin(
-        &mut self,
-        handle: Handle,
-        owner: Option<Owner>,
-        via: Via,
-        claimant: Claimant,
-        context: Context,
-        fx: &mut Effects,
-    ) -> Result<Epoch, Error> {
+    pub(super) fn begin(&mut self, taken: Taken, context: Context, fx: &mut Effects) -> Result<Epoch, Error> {
         if self.epoch >= Epoch::MAX {
             return Err(Error::Limit("this key has used all its epochs"));
         }
@@ -175,6 +178,7 @@ impl KeyState {
         self.previous_outcome = self.last_outcome();
         self.epoch = self.epoch.next();
         self.finished = false;
+        let Taken { handle, owner, via, claimant, asked } = taken;
         let mut attempt = Attempt {
             epoch: self.epoch,
             via,
@@ -185,7 +189,9 @@ impl KeyState {
             since: context.now,
             renewed: context.now,
             deadline_ns: 0,
+            waited_ms: context.now.boot_ns.saturating_sub(asked.boot_ns) / 1_000_000,
             note: Arc::from(""),
+            agent: None,
             held: true,
             registered: true,
             orphaned: false,
@@ -265,7 +271,41 @@ impl KeyState {
         Ok(Reply::Renewed(epoch))
     }
 
+    /// Renews attempt `epoch` if it is the one that is held; its own user may, whichever handle holds it.
+    pub(super) fn renew_attempt(
+        &mut self,
+        epoch: Epoch,
+        uid: u32,
+        context: Context,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
+        self.held_as(epoch, uid)?;
+        self.renew(None, context, fx)
+    }
+
+    /// Attempt `epoch`, while its handle holds it, for its own user and root.
+    pub(super) fn held_as(&self, epoch: Epoch, uid: u32) -> Result<&Attempt, Error> {
+        let held = self.attempt.as_deref().filter(|attempt| attempt.held && attempt.epoch == epoch);
+        let attempt = held.ok_or(Error::Stale)?;
+        if uid == 0 || uid == attempt.claimant.uid { Ok(attempt) } else { Err(Error::Denied) }
+    }
+
     pub(super) fn set_ttl(&mut self, uid: u32, ttl: Ttl, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+        let attempt = self.own(uid)?;
+        attempt.ttl = ttl;
+        attempt.extend(context.now);
+        fx.changes.extend(self.attempt.clone().map(Change::Renewed));
+        Ok(Reply::Done)
+    }
+
+    pub(super) fn set_agent(&mut self, uid: u32, agent: Option<Arc<str>>, fx: &mut Effects) -> Result<Reply, Error> {
+        self.own(uid)?.agent = agent;
+        fx.changes.extend(self.attempt.clone().map(Change::Renewed));
+        Ok(Reply::Done)
+    }
+
+    /// The live attempt, for whoever may set its attributes: its own user and root (§5).
+    fn own(&mut self, uid: u32) -> Result<&mut Attempt, Error> {
         if self.live().is_none() {
             return Err(Error::Stale);
         }
@@ -273,9 +313,6 @@ impl KeyState {
         if uid != 0 && uid != attempt.claimant.uid {
             return Err(Error::NotPermitted);
         }
-        attempt.ttl = ttl;
-        attempt.extend(context.now);
-        fx.changes.extend(self.attempt.clone().map(Change::Renewed));
-        Ok(Reply::Done)
+        Ok(attempt)
     }
 }

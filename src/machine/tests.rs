@@ -229,3 +229,130 @@ fn a_proof_of_death_does_not_reach_a_holder_that_came_back() {
     assert_eq!(bench.apply(lose).reply, Err(Error::Stale));
     assert_eq!(bench.key.state(NOW), State::Held);
 }
+
+fn give_back(epoch: u64, uid: u32) -> Input {
+    Input::GiveBack { epoch: Epoch(epoch), uid, why: Arc::from("by pid 1"), request: RequestId(0) }
+}
+
+fn renew_attempt(epoch: u64, uid: u32) -> Input {
+    Input::RenewAttempt { epoch: Epoch(epoch), uid }
+}
+
+#[test]
+fn an_order_to_give_back_reaches_exactly_its_epoch_and_is_for_its_user() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    for (epoch, uid, refusal) in [(1, 1001, Error::Denied), (0, 1000, Error::Stale), (2, 0, Error::Stale)] {
+        assert_eq!(bench.apply(give_back(epoch, uid)).reply, Err(refusal.clone()));
+        assert_eq!(bench.apply(renew_attempt(epoch, uid)).reply, Err(refusal));
+    }
+    assert_eq!(bench.key.state(NOW), State::Held);
+    bench.wait(1, 2, Owner(20), Mode::Exclusive);
+    let step = bench.apply(give_back(1, 1000));
+    assert_eq!((step.reply, step.grants), (Ok(Reply::Done), vec![(WaiterId(1), Ok(Reply::Claimed(Epoch(2))))]));
+    assert_eq!(step.lost, [(Handle(1), Epoch(1))]);
+    assert_eq!(bench.apply(give_back(1, 1000)).reply, Err(Error::Stale), "once");
+    assert_eq!(bench.apply(renew_attempt(1, 1000)).reply, Err(Error::Stale));
+    assert_eq!(bench.apply(Input::Renew { handle: Handle(1), note: None }).reply, Err(Error::Stale));
+    assert_eq!(bench.unlock(1, PROCESS).reply, Err(Error::Stale), "it cannot free what the next one holds");
+    assert_eq!(bench.key.held_by(Handle(2)).map(|attempt| attempt.epoch), Some(Epoch(2)));
+}
+
+#[test]
+fn a_handle_whose_lease_was_given_back_by_order_gets_nothing_from_the_line() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.wait(1, 2, Owner(20), Mode::Exclusive);
+    bench.wait(2, 2, Owner(20), Mode::Shared);
+    bench.wait(3, 3, Owner(30), Mode::Exclusive);
+    bench.close(1);
+    let grants = bench.apply(give_back(2, 1000)).grants;
+    assert_eq!(grants, [(WaiterId(2), Err(Error::Stale)), (WaiterId(3), Ok(Reply::Claimed(Epoch(3))))]);
+}
+
+#[test]
+fn an_order_to_give_back_leaves_the_result_time_to_arrive() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    let draft = Handle(9);
+    bench.apply(Input::OpenDraft { handle: draft, epoch: Epoch(1), uid: 1000 }).reply.unwrap();
+    bench.apply(give_back(1, 1000)).reply.unwrap();
+    assert_eq!(bench.key.state(NOW), State::Reporting);
+    assert_eq!(bench.apply(give_back(1, 1000)).reply, Err(Error::Stale), "its handle holds it no more");
+    assert_eq!(bench.apply(renew_attempt(1, 1000)).reply, Err(Error::Stale));
+    assert_eq!(bench.key.check_draft(draft, NOW), Ok(Epoch(1)));
+    bench.apply(Input::CloseDraft { handle: draft }).reply.unwrap();
+    assert_eq!((bench.key.state(NOW), bench.key.last_outcome()), (State::Free, Some(Outcome::Released)));
+}
+
+#[test]
+fn an_order_that_comes_again_is_answered_again_and_hits_nobody_else() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    let order = Input::GiveBack { epoch: Epoch(1), uid: 0, why: Arc::from("by pid 1"), request: RequestId(7) };
+    bench.apply(order.clone()).reply.unwrap();
+    bench.create(2).unwrap();
+    let again = bench.apply(order);
+    assert_eq!((again.reply, again.changes.len()), (Ok(Reply::Done), 0));
+    assert_eq!(bench.key.state(NOW), State::Held);
+}
+
+#[test]
+fn the_user_of_an_orphaned_attempt_may_order_and_nobody_comes_back_to_it() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.orphan();
+    bench.elapsed_ns = 1_000;
+    assert_eq!(bench.apply(renew_attempt(1, 1000)).reply, Ok(Reply::Renewed(Epoch(1))));
+    assert_eq!(bench.key.state(NOW), State::Orphaned, "a renewal is no handle");
+    assert_eq!(bench.apply(give_back(1, 1000)).lost, [], "its handle went with the connection");
+    assert_eq!((bench.key.state(NOW), bench.key.last_outcome()), (State::Free, Some(Outcome::Released)));
+    assert_eq!(bench.create(2), Ok(Reply::Claimed(Epoch(2))));
+}
+
+#[test]
+fn an_order_to_renew_moves_the_deadline_and_comes_too_late_after_it() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    bench.elapsed_ns = Ttl::DEFAULT.as_nanos() - 1;
+    assert_eq!(bench.apply(renew_attempt(1, 1000)).reply, Ok(Reply::Renewed(Epoch(1))));
+    assert_eq!(bench.key.deadline_ns(), Some(NOW.boot_ns + bench.elapsed_ns + Ttl::DEFAULT.as_nanos()));
+    bench.elapsed_ns += Ttl::DEFAULT.as_nanos();
+    assert_eq!(bench.apply(renew_attempt(1, 1000)).reply, Err(Error::Stale));
+    assert_eq!(bench.key.last_outcome(), Some(Outcome::Expired));
+}
+
+#[test]
+fn an_agents_name_is_its_attempts_and_renews_nothing() {
+    let mut bench = Bench::default();
+    let agent = |uid, name: Option<&str>| Input::SetAgent { uid, agent: name.map(Arc::from) };
+    assert_eq!(bench.apply(agent(0, Some("a"))).reply, Err(Error::Stale), "nobody holds it");
+    bench.create(1).unwrap();
+    let deadline = bench.key.deadline_ns();
+    bench.elapsed_ns = 1_000;
+    assert_eq!(bench.apply(agent(1001, Some("b"))).reply, Err(Error::NotPermitted));
+    let step = bench.apply(agent(1000, Some("a")));
+    assert_eq!((step.reply, step.notices.len()), (Ok(Reply::Done), 0));
+    assert_eq!(bench.key.deadline_ns(), deadline);
+    let named =
+        |bench: &Bench| bench.key.attempt.as_ref().and_then(|attempt| attempt.agent.as_deref().map(str::to_owned));
+    assert_eq!(named(&bench).as_deref(), Some("a"));
+    bench.apply(agent(0, None)).reply.unwrap();
+    assert_eq!(named(&bench), None);
+    bench.apply(agent(0, Some("a"))).reply.unwrap();
+    bench.close(1);
+    assert_eq!(named(&bench).as_deref(), Some("a"), "kept for its history");
+    bench.create(2).unwrap();
+    assert_eq!(named(&bench), None, "the next attempt has none");
+}
+
+#[test]
+fn a_grant_says_how_long_it_was_waited_for() {
+    let mut bench = Bench::default();
+    bench.create(1).unwrap();
+    assert_eq!(bench.key.attempt.as_ref().map(|attempt| attempt.waited_ms), Some(0));
+    bench.wait(1, 2, Owner(20), Mode::Exclusive);
+    bench.elapsed_ns = 2_500_000_000;
+    bench.close(1);
+    assert_eq!(bench.key.attempt.as_ref().map(|attempt| attempt.waited_ms), Some(2_500));
+}

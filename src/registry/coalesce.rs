@@ -172,7 +172,8 @@ fn merge(row: &mut Attempt, write: &Write, newest: bool) -> Result<(), &'static 
     match write {
         Write::Renew(_, a) if row.ended.is_none() => {
             (row.renewed, row.deadline_ns, row.ttl) = (a.renewed, a.deadline_ns, a.ttl);
-            (row.note, row.held, row.why) = (a.note.clone(), a.held, a.why.clone());
+            (row.note, row.agent) = (a.note.clone(), a.agent.clone());
+            (row.held, row.why) = (a.held, a.why.clone());
             (row.handle, row.owners, row.via) = (a.handle, a.owners.clone(), a.via);
             Ok(())
         }

@@ -30,7 +30,7 @@ pub enum Write {
     Forget(KeyId),
     /// A new attempt; refused unless the key's epoch is exactly one less.
     Claim(KeyId, Arc<Attempt>),
-    /// Deadline, TTL, note or handle of an attempt that has not ended.
+    /// Deadline, TTL, note, agent or handle of an attempt that has not ended.
     Renew(KeyId, Arc<Attempt>),
     /// The end of an attempt; refused unless exactly that attempt has not ended.
     End(KeyId, Arc<Attempt>),
@@ -149,8 +149,12 @@ pub struct AttemptRow {
     pub expires_ms: i64,
     /// Its TTL in milliseconds.
     pub ttl_ms: u64,
+    /// How long its claimer stood in line.
+    pub waited_ms: u64,
     /// What the holder wrote.
     pub note: String,
+    /// Who the holder works for.
+    pub agent: Option<String>,
     /// How it ended; `completed` from the commit on.
     pub outcome: Option<String>,
     /// Why it ended.

@@ -56,7 +56,7 @@ CREATE TABLE attempts(
     ttl_ms INTEGER NOT NULL, deadline_ns INTEGER NOT NULL, handle INTEGER NOT NULL, owners BLOB NOT NULL,
     request INTEGER NOT NULL, note TEXT NOT NULL, held INTEGER NOT NULL, registered INTEGER NOT NULL,
     outcome TEXT, reason TEXT, ended_ms INTEGER, result_size INTEGER, result_ms INTEGER,
-    result_draft INTEGER,
+    result_draft INTEGER, waited_ms INTEGER NOT NULL DEFAULT 0, agent TEXT,
     PRIMARY KEY(key_id, epoch)) WITHOUT ROWID;
 CREATE INDEX committed ON attempts(key_id, epoch) WHERE result_ms IS NOT NULL;
 CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
@@ -80,6 +80,8 @@ ALTER TABLE attempts DROP COLUMN owner;
 ALTER TABLE attempts ADD COLUMN owners BLOB NOT NULL DEFAULT x'';
 ALTER TABLE attempts RENAME COLUMN req_unique TO request;
 ALTER TABLE attempts ADD COLUMN result_draft INTEGER;
+ALTER TABLE attempts ADD COLUMN waited_ms INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE attempts ADD COLUMN agent TEXT;
 CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
 ";
 

@@ -17,7 +17,7 @@ use crate::ttl::Ttl;
 pub(super) const ATTEMPT_COLUMNS: &str = "a.key_id, a.epoch, a.pid, a.start_time, a.uid, a.gid, a.command, a.via, \
      a.since_ms, a.renewed_ms, a.expires_ms, a.ttl_ms, a.note, a.outcome, a.reason, a.ended_ms, a.registered, \
      a.result_size, a.result_ms, a.opener_pid, a.opener_start, a.locker_pid, a.locker_start, a.deadline_ns, a.handle, \
-     a.owners, a.request, a.held, a.result_draft";
+     a.owners, a.request, a.held, a.result_draft, a.waited_ms, a.agent";
 
 /// Reads keys with all that the engine keeps of them, in no order but where `which` gives one.
 pub(super) fn keys(connection: &Connection, which: Which<'_>) -> Result<Vec<LoadedKey>, rusqlite::Error> {
@@ -89,16 +89,16 @@ fn share(row: &Row<'_>) -> Result<Share, rusqlite::Error> {
 }
 
 fn loaded_key(row: &Row<'_>) -> Result<LoadedKey, rusqlite::Error> {
-    let latest_result = match row.get::<_, Option<u64>>(36)? {
-        Some(epoch) => Some((Epoch(epoch), result_meta(row.get(37)?, row.get(38)?, row.get(39)?))),
+    let latest_result = match row.get::<_, Option<u64>>(38)? {
+        Some(epoch) => Some((Epoch(epoch), result_meta(row.get(39)?, row.get(40)?, row.get(41)?))),
         None => None,
     };
     Ok(LoadedKey {
-        row: key_row(row, 29)?,
+        row: key_row(row, 31)?,
         attempt: row.get::<_, Option<u64>>(0)?.map(|_| attempt(row)).transpose()?,
-        previous_outcome: outcome(row.get(34)?),
+        previous_outcome: outcome(row.get(36)?),
         latest_result,
-        last_request: RequestId(row.get::<_, i64>(35)?.cast_unsigned()),
+        last_request: RequestId(row.get::<_, i64>(37)?.cast_unsigned()),
         shares: Vec::new(),
     })
 }
@@ -133,7 +133,9 @@ pub(super) fn attempt_row(row: &Row<'_>) -> Result<AttemptRow, rusqlite::Error> 
         renewed_ms: row.get(9)?,
         expires_ms: row.get(10)?,
         ttl_ms: row.get(11)?,
+        waited_ms: row.get(29)?,
         note: row.get(12)?,
+        agent: row.get(30)?,
         outcome: row.get(13)?,
         reason: row.get(14)?,
         ended_ms: row.get(15)?,
@@ -169,7 +171,9 @@ fn attempt(row: &Row<'_>) -> Result<Attempt, rusqlite::Error> {
         since: at(stored.since_ms),
         renewed: at(stored.renewed_ms),
         deadline_ns,
+        waited_ms: stored.waited_ms,
         note: Arc::from(stored.note.as_str()),
+        agent: stored.agent.as_deref().map(Arc::from),
         held: row.get(27)?,
         registered: stored.registered,
         orphaned: false,

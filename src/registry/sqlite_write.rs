@@ -64,7 +64,7 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
         Write::Renew(id, a) => one_row(
             tx.prepare_cached(
                 "UPDATE attempts SET renewed_ms = ?3, expires_ms = ?4, deadline_ns = ?5, ttl_ms = ?6, note = ?7, \
-                 held = ?8, reason = ?9, handle = ?10, owners = ?11, via = ?12 \
+                 held = ?8, reason = ?9, handle = ?10, owners = ?11, via = ?12, agent = ?13 \
                  WHERE key_id = ?1 AND epoch = ?2 AND ended_ms IS NULL",
             )?
             .execute(params![
@@ -79,7 +79,8 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
                 a.why,
                 a.handle.0,
                 owners_bytes(&a.owners),
-                if a.via == Via::Create { "create" } else { "lock" }
+                if a.via == Via::Create { "create" } else { "lock" },
+                a.agent
             ])?,
             "renew",
             *id,
@@ -171,8 +172,9 @@ fn insert(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
     let mut insert = tx.prepare_cached(
         "INSERT INTO attempts(key_id, epoch, pid, start_time, uid, gid, command, opener_pid, opener_start, locker_pid, \
          locker_start, via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owners, request, note, held, \
-         registered, outcome, reason, ended_ms, result_size, result_ms, result_draft) VALUES (?1, ?2, ?3, ?4, ?5, ?6, \
-         ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25, ?26, ?27, ?28, ?29)",
+         registered, outcome, reason, ended_ms, result_size, result_ms, result_draft, waited_ms, agent) VALUES (?1, ?2, \
+         ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25, ?26, \
+         ?27, ?28, ?29, ?30, ?31)",
     )?;
     let who = &a.claimant;
     insert.execute(params![
@@ -204,7 +206,9 @@ fn insert(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
         a.ended.map(|at| at.wall_ms),
         a.result.map(|result| result.size),
         a.result.map(|result| result.committed_ms),
-        a.result.map(|result| result.draft.0)
+        a.result.map(|result| result.draft.0),
+        a.waited_ms,
+        a.agent
     ])?;
     Ok(())
 }

@@ -23,7 +23,7 @@ use nix::sys::statfs::{EXT4_SUPER_MAGIC, FsType, TMPFS_MAGIC, XFS_SUPER_MAGIC, f
 /// File name in the state directory.
 pub const FILE: &str = "journal";
 /// Raised with every change of what is encoded in a record: `Write` and all that is in it.
-pub(super) const FORMAT: u32 = 2;
+pub(super) const FORMAT: u32 = 3;
 /// Records of one segment are applied while the other is written.
 pub(super) const SEGMENT_BYTES: usize = 2 << 20;
 

@@ -308,6 +308,12 @@ fn what_a_holder_does_is_done_once_wherever_it_is_cut_off() {
         place.arm(point);
         cut("TTL", agent.set_xattr(&mount.claim("k"), "user.lease.ttl", "2h"));
         assert_eq!(mount.status("k")["ttl_ms"], 7_200_000);
+        place.arm(point);
+        cut("agent", agent.set_xattr(&mount.claim("k"), "user.lease.agent", "a"));
+        assert_eq!(mount.status("k")["agent"], "a");
+        place.arm(point);
+        cut("no agent", agent.call("removexattr", json!([mount.claim("k"), "user.lease.agent"])).map(drop));
+        assert_eq!(mount.status("k")["agent"], serde_json::Value::Null);
         let call = |name: &str, arguments: serde_json::Value| agent.call(name, arguments).map(drop);
         place.arm(point);
         cut("mkdir", call("mkdir", json!([mount.claim("n"), 0o755])));
@@ -344,6 +350,36 @@ fn an_eviction_cut_off_hits_its_epoch_once() {
         assert_eq!(holder.read(fd), Err(Errno::ESTALE), "{point}");
         assert_eq!(place.attempts("k"), [(1, Some("evicted".into()))], "{point}");
         assert_eq!(operator.write(control, &order), Err(Errno::ESTALE), "{point}: it is done");
+        drop((holder, operator));
+        place.settle(&["k"]);
+    }
+}
+
+#[test]
+fn an_order_cut_off_is_carried_out_once() {
+    for point in ["before-commit", "after-commit"] {
+        let place = Place::new(&["--ttl", "1h"]);
+        let (holder, waiter, operator) = (Agent::new(), Agent::new(), Agent::new());
+        let fd = holder.create(&place.mount.claim("k")).expect("a free key");
+        let handle = waiter.handle(&place.mount.claim("k"));
+        waiter.begin_flock(handle, libc::LOCK_EX);
+        place.mount.wait_status("k", "one in line", |status| status["waiters"] == 1);
+        let control = operator.open(&place.mount.root().join(".leasefs/control"), libc::O_WRONLY).expect("control");
+        let order = |op: &str| json!({"op": op, "key": "k", "epoch": 1}).to_string();
+        let (renew, release) = (order("renew"), order("release"));
+        place.arm(point);
+        assert_eq!(operator.write(control, &renew), Ok(renew.len() as u64), "{point}");
+        place.reached(point);
+        assert_eq!(holder.epoch(fd), Ok(1), "{point}");
+        place.arm(point);
+        assert_eq!(operator.write(control, &release), Ok(release.len() as u64), "{point}");
+        place.reached(point);
+        waiter.answer().expect("the next in line has it");
+        assert_eq!((holder.read(fd), waiter.epoch(handle)), (Err(Errno::ESTALE), Ok(2)), "{point}");
+        assert_eq!(place.attempts("k"), [(1, Some("released".into())), (2, None)], "{point}");
+        assert_eq!(operator.write(control, &release), Err(Errno::ESTALE), "{point}: it is done");
+        kill_once(&place.mount.root()).expect("another server answers");
+        assert_eq!((holder.read(fd), waiter.epoch(handle)), (Err(Errno::ESTALE), Ok(2)), "{point}: it stays so");
         drop((holder, operator));
         place.settle(&["k"]);
     }

@@ -11,7 +11,7 @@ use crate::common::agent::{Agent, count};
 use crate::common::{Mount, assert_ok, set_mode, stdout};
 
 /// One write to the control file.
-fn control(mount: &Mount, agent: &Agent, command: &str) -> Result<u64, Errno> {
+pub fn control(mount: &Mount, agent: &Agent, command: &str) -> Result<u64, Errno> {
     let fd = agent.open(&mount.root().join(".leasefs/control"), O_WRONLY)?;
     let answer = agent.write(fd, command);
     agent.close(fd);
@@ -118,6 +118,10 @@ fn what_is_no_command_is_einval_and_control_cannot_be_read() {
         "{\"op\":\"evict\",\"key\":\"k\",\"epoch\":-1}",
         "{\"op\":\"evict\",\"key\":\"k\",\"epoch\":\"1\"}",
         "{\"op\":\"free\",\"key\":\"k\",\"epoch\":1}",
+        "{\"op\":\"release\",\"key\":\"k\"}",
+        "{\"op\":\"release\",\"key\":\"k\",\"epoch\":1,\"force\":true}",
+        "{\"op\":\"renew\",\"key\":\"k\"}",
+        "{\"op\":\"renew\",\"key\":\"k\",\"epoch\":1,\"reason\":\"none is kept\"}",
         "{\"op\":\"evict\",\"key\":\"../k\",\"epoch\":1}",
     ] {
         assert_eq!(control(&mount, &agent, command), Err(Errno::EINVAL), "{command}");

@@ -3,11 +3,15 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod agent;
 mod events;
 mod evict;
 mod history;
+mod holds;
+mod line;
 mod note;
 mod notify;
+mod orders;
 mod readdir;
 mod record;
 mod renew;
@@ -21,6 +25,13 @@ fn millis(status: &serde_json::Value, field: &str) -> i64 {
     let text = status[field].as_str().unwrap_or_else(|| panic!("{field} is a time: {status}"));
     let time: jiff::Timestamp = text.parse().unwrap_or_else(|e| panic!("{field} is RFC 3339: {e}"));
     time.as_millisecond()
+}
+
+/// Kills the server, and waits until another answers.
+fn kill_server(mount: &common::Mount) {
+    let before = mount.server_pid().expect("a server");
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(before), nix::sys::signal::Signal::SIGKILL).expect("kill");
+    common::wait_for("another server", || mount.server_pid().is_some_and(|pid| pid != before));
 }
 
 /// Waits until the wall clock has passed this time.

@@ -11,9 +11,9 @@ use crate::common::Mount;
 use crate::common::agent::{Agent, count};
 use crate::millis;
 
-const FIELDS: [&str; 14] = [
+const FIELDS: [&str; 17] = [
     "key", "state", "epoch", "holder", "since", "renewed", "expires", "ttl_ms", "via", "waiters", "sharers", "note",
-    "outcome", "result",
+    "outcome", "result", "agent", "line", "sharing",
 ];
 
 #[test]

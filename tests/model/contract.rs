@@ -3,6 +3,7 @@
 //! From the contract and not from the engine, with which it shares only the vocabulary of requests and answers.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use leasefs::machine::{Claimant, Input, Mode, Outcome, Process, Reply};
 use leasefs::{Epoch, Error, Handle, Owner, Ttl, WaiterId};
@@ -19,6 +20,9 @@ pub struct Attempt {
     created: bool,
     ttl_ns: u64,
     pub deadline_ns: u64,
+    /// How long it was waited for.
+    pub waited_ns: u64,
+    pub agent: Option<Arc<str>>,
     /// Its handle has the lease.
     pub holding: bool,
     /// It held the lease when its connection was lost (§5).
@@ -47,6 +51,7 @@ pub struct Waiter {
     owner: Owner,
     mode: Mode,
     who: Claimant,
+    since_ns: u64,
 }
 
 /// One key.
@@ -186,7 +191,7 @@ impl Contract {
                     return Err(Error::Taken);
                 }
                 self.orphans.clear();
-                return Ok(self.claim(*handle, None, claimant));
+                return Ok(self.claim(*handle, None, claimant, self.now_ns));
             }
             Input::Lock { handle, owner, mode, wait, claimant } => {
                 return self.lock(*handle, *owner, *mode, *wait, claimant);
@@ -225,14 +230,22 @@ impl Contract {
                 }
                 return Ok(self.renew());
             }
+            Input::SetAgent { uid, agent } => self.of_user(*uid)?.agent = agent.clone(),
             Input::SetTtl { uid, ttl } => {
-                let (kept, now_ns) = (self.is_kept(), self.now_ns);
-                let attempt = self.attempt.as_mut().filter(|_| kept).ok_or(Error::Stale)?;
-                if *uid != 0 && *uid != attempt.who.uid {
-                    return Err(Error::NotPermitted);
-                }
+                let now_ns = self.now_ns;
+                let attempt = self.of_user(*uid)?;
                 attempt.ttl_ns = ttl.as_nanos();
                 attempt.deadline_ns = now_ns + attempt.ttl_ns;
+            }
+            Input::GiveBack { epoch, uid, .. } => {
+                self.ordered(*epoch, *uid)?;
+                let lost = self.open_holder();
+                self.give_back();
+                self.forsake(lost);
+            }
+            Input::RenewAttempt { epoch, uid, .. } => {
+                self.ordered(*epoch, *uid)?;
+                return Ok(self.renew());
             }
             Input::Evict { epoch, .. } => {
                 if !self.is_kept() || epoch.0 != self.epoch {
@@ -273,6 +286,19 @@ impl Contract {
         Ok(Reply::Done)
     }
 
+    /// What its user may set, while it is kept.
+    fn of_user(&mut self, uid: u32) -> Result<&mut Attempt, Error> {
+        let kept = self.is_kept();
+        let attempt = self.attempt.as_mut().filter(|_| kept).ok_or(Error::Stale)?;
+        if uid == 0 || uid == attempt.who.uid { Ok(attempt) } else { Err(Error::NotPermitted) }
+    }
+
+    /// What its user may order, by exactly the epoch that is held.
+    fn ordered(&self, epoch: Epoch, uid: u32) -> Result<(), Error> {
+        let attempt = self.attempt.as_ref().filter(|a| a.holding && epoch.0 == self.epoch).ok_or(Error::Stale)?;
+        if uid == 0 || uid == attempt.who.uid { Ok(()) } else { Err(Error::Denied) }
+    }
+
     fn lock(&mut self, handle: Handle, owner: Owner, mode: Mode, wait: Option<WaiterId>, who: &Claimant) -> Told {
         if self.lost.contains(&handle) {
             return Err(Error::Stale);
@@ -294,7 +320,7 @@ impl Contract {
         match mode {
             Mode::Exclusive if self.is_mine(handle, owner) => return Ok(self.join(owner)),
             Mode::Exclusive if self.line.is_empty() && self.is_free_for(handle, owner, who) => {
-                return Ok(self.claim(handle, Some(owner), who));
+                return Ok(self.claim(handle, Some(owner), who, self.now_ns));
             }
             // A downgrade: nobody else comes in between.
             Mode::Shared if self.is_mine(handle, owner) => {
@@ -310,7 +336,7 @@ impl Contract {
         if mode == Mode::Exclusive {
             self.give_up_shares(handle, owner, who);
         }
-        self.line.push(Waiter { id, handle, owner, mode, who: who.clone() });
+        self.line.push(Waiter { id, handle, owner, mode, who: who.clone(), since_ns: self.now_ns });
         Ok(Reply::Queued)
     }
 
@@ -387,7 +413,7 @@ impl Contract {
         self.orphans.retain(|_, share| !is_known(&share.who, who));
     }
 
-    fn claim(&mut self, handle: Handle, owner: Option<Owner>, who: &Claimant) -> Reply {
+    fn claim(&mut self, handle: Handle, owner: Option<Owner>, who: &Claimant, since_ns: u64) -> Reply {
         if let Some(owner) = owner {
             self.give_up_shares(handle, owner, who);
         }
@@ -402,6 +428,8 @@ impl Contract {
             created: owner.is_none(),
             ttl_ns: self.ttl_ns,
             deadline_ns: self.now_ns + self.ttl_ns,
+            waited_ns: self.now_ns - since_ns,
+            agent: None,
             holding: true,
             orphaned: false,
             registered: true,
@@ -507,12 +535,12 @@ impl Contract {
             if !free {
                 break;
             }
-            let Waiter { id, handle, owner, mode, who } = self.line.remove(0);
+            let Waiter { id, handle, owner, mode, who, since_ns } = self.line.remove(0);
             if self.doomed.contains(&id) {
                 continue;
             }
             let reply = match mode {
-                Mode::Exclusive => self.claim(handle, Some(owner), &who),
+                Mode::Exclusive => self.claim(handle, Some(owner), &who, since_ns),
                 Mode::Shared => self.share(handle, owner, &who),
             };
             self.answers.push((id, Ok(reply)));

@@ -246,6 +246,7 @@ impl Game {
         let ends = matches!(
             &input,
             Input::Unlink { .. }
+                | Input::GiveBack { .. }
                 | Input::Evict { .. }
                 | Input::Lose { .. }
                 | Input::LoseShares

@@ -196,7 +196,9 @@ fn attempt(epoch: u64) -> Arc<Attempt> {
         since: now,
         renewed: now,
         deadline_ns: 2_000_000_000,
+        waited_ms: 3,
         note: Arc::from(""),
+        agent: None,
         held: true,
         registered: true,
         orphaned: false,
@@ -208,7 +210,8 @@ fn attempt(epoch: u64) -> Arc<Attempt> {
 }
 
 fn noted(epoch: u64, note: String) -> Arc<Attempt> {
-    Arc::new(Attempt { note: note.into(), ..(*attempt(epoch)).clone() })
+    let agent = Some(Arc::from(&note[..note.len().min(9)]));
+    Arc::new(Attempt { note: note.into(), agent, ..(*attempt(epoch)).clone() })
 }
 
 fn ended(epoch: u64) -> Arc<Attempt> {

@@ -33,6 +33,8 @@ pub fn compare(key: &KeyState, model: &Contract, now_ns: u64) -> Result<(), Test
     let holder = key.live().filter(|attempt| attempt.held).map(|attempt| attempt.handle);
     prop_assert_eq!(holder, model.holder(), "who holds it");
     prop_assert_eq!(key.deadline_ns(), model.deadline_ns(), "the deadline");
+    let agent = key.attempt.as_ref().map(|attempt| attempt.agent.as_ref());
+    prop_assert_eq!(agent, model.attempt.as_ref().map(|attempt| attempt.agent.as_ref()), "whose agent holds it");
     prop_assert_eq!(key.last_outcome(), model.outcome(), "the last outcome");
     prop_assert_eq!(key.finished, model.finished, "whether it is finished");
     prop_assert_eq!(&key.lost, &model.lost, "the handles that lost it");
@@ -104,6 +106,8 @@ fn play(moves: &[Move]) -> Result<(), TestCaseError> {
         }
         ledger.write(&step.changes).map_err(TestCaseError::fail)?;
         compare(&key, &model, now_ns)?;
+        let waited_ms = key.attempt.as_ref().map(|attempt| attempt.waited_ms);
+        prop_assert_eq!(waited_ms, model.attempt.as_ref().map(|a| a.waited_ns / 1_000_000), "how long it waited");
         invariants(&before, &key, &step.changes, now_ns)?;
         let due = before.live().is_some_and(|attempt| attempt.deadline_ns <= now_ns);
         if step.reply.is_err() && !due {

@@ -36,6 +36,9 @@ pub enum Act {
     Unlink { process: u8, may_forget: bool },
     Renew { file: usize },
     SetTtl { process: u8, ttl: Ttl },
+    SetAgent { process: u8, named: bool },
+    GiveBack { process: u8, back: u64 },
+    RenewAttempt { process: u8, back: u64 },
     Evict { back: u64 },
     Lose { back: u64 },
     LoseShares,
@@ -119,6 +122,14 @@ impl Players {
             },
             Act::Renew { file: at } => Input::Renew { handle: file(at)?, note: None },
             Act::SetTtl { process, ttl } => Input::SetTtl { uid: uid(process), ttl },
+            Act::SetAgent { process, named } => {
+                Input::SetAgent { uid: uid(process), agent: named.then(|| Arc::from(format!("agent {epoch}"))) }
+            }
+            Act::GiveBack { process, back: by } => {
+                let request = RequestId(numbers.handle().0);
+                Input::GiveBack { epoch: back(by), uid: uid(process), why, request }
+            }
+            Act::RenewAttempt { process, back: by } => Input::RenewAttempt { epoch: back(by), uid: uid(process) },
             Act::Evict { back: by } => Input::Evict { epoch: back(by), why, request: RequestId(numbers.handle().0) },
             Act::Lose { back: by } => Input::Lose { epoch: back(by), why },
             Act::LoseShares => Input::LoseShares,
@@ -215,6 +226,9 @@ pub fn act() -> impl Strategy<Value = Act> {
         4 => (0..=PROCESSES, any::<bool>()).prop_map(|(process, may_forget)| Act::Unlink { process, may_forget }),
         5 => file().prop_map(|file| Act::Renew { file }),
         2 => (process(), ttls()).prop_map(|(process, ttl)| Act::SetTtl { process, ttl }),
+        2 => (process(), prop::bool::weighted(0.8)).prop_map(|(process, named)| Act::SetAgent { process, named }),
+        3 => (process(), back()).prop_map(|(process, back)| Act::GiveBack { process, back }),
+        2 => (process(), back()).prop_map(|(process, back)| Act::RenewAttempt { process, back }),
         3 => back().prop_map(|back| Act::Evict { back }),
         1 => back().prop_map(|back| Act::Lose { back }),
         1 => Just(Act::LoseShares),

@@ -62,12 +62,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             writeln!(out, "{}", object(&key, attempt))?;
         }
     } else {
-        let heads = ["EPOCH", "OUTCOME", "WHY", "HOLDER", "UID", "SINCE", "ENDED", "RESULT", "NOTE"];
-        let mut table = Table::new(heads.map(Column::new));
-        for attempt in &attempts {
-            table.push(row(attempt));
-        }
-        table.write(&mut out, Look::plain())?;
+        write_table(&mut out, &attempts)?;
         if let Some(first) = attempts.first().filter(|first| first.epoch > 1) {
             writeln!(out, "(epochs 1 to {} are no longer kept)", first.epoch - 1)?;
         }
@@ -83,18 +78,37 @@ fn history(reader: &Reader, key: &Key) -> Result<Vec<AttemptRow>> {
     Ok(attempts)
 }
 
-fn row(attempt: &AttemptRow) -> [String; 9] {
-    [
-        attempt.epoch.to_string(),
-        attempt.outcome.clone().unwrap_or_else(|| NOTHING.to_owned()),
-        show::cell(attempt.reason.as_deref().unwrap_or_default()),
-        format!("{} {}", attempt.pid, show::cell(&attempt.command)),
-        attempt.uid.to_string(),
-        rfc3339(attempt.since_ms),
-        attempt.ended_ms.map_or_else(|| NOTHING.to_owned(), rfc3339),
-        attempt.result.map_or_else(|| NOTHING.to_owned(), |(size, _)| format!("{size} B")),
-        show::cell(&attempt.note),
-    ]
+/// Who it was for, and how long it was waited for, are columns where there is something to tell.
+fn write_table(out: &mut impl Write, attempts: &[AttemptRow]) -> io::Result<()> {
+    let agent = |attempt: &AttemptRow| show::cell(attempt.agent.as_deref().unwrap_or_default());
+    let waited = |attempt: &AttemptRow| match i64::try_from(attempt.waited_ms) {
+        Ok(ms @ 1..) => show::span(ms),
+        _ => NOTHING.to_owned(),
+    };
+    let (agents, waits) = (attempts.iter().any(|a| a.agent.is_some()), attempts.iter().any(|a| a.waited_ms > 0));
+    let mut heads = vec!["EPOCH", "OUTCOME", "WHY", "HOLDER", "UID", "SINCE", "ENDED", "RESULT", "NOTE"];
+    heads.splice(5..5, [(agents, "AGENT"), (waits, "WAITED")].iter().filter(|(some, _)| *some).map(|(_, head)| *head));
+    let row = |attempt: &AttemptRow| {
+        let mut row = vec![
+            attempt.epoch.to_string(),
+            attempt.outcome.clone().unwrap_or_else(|| NOTHING.to_owned()),
+            show::cell(attempt.reason.as_deref().unwrap_or_default()),
+            format!("{} {}", attempt.pid, show::cell(&attempt.command)),
+            attempt.uid.to_string(),
+        ];
+        row.extend(agents.then(|| agent(attempt)));
+        row.extend(waits.then(|| waited(attempt)));
+        row.extend([
+            rfc3339(attempt.since_ms),
+            attempt.ended_ms.map_or_else(|| NOTHING.to_owned(), rfc3339),
+            attempt.result.map_or_else(|| NOTHING.to_owned(), |(size, _)| format!("{size} B")),
+            show::cell(&attempt.note),
+        ]);
+        row
+    };
+    let mut table = Table::new(heads.into_iter().map(Column::new));
+    attempts.iter().for_each(|attempt| table.push(row(attempt)));
+    table.write(out, Look::plain())
 }
 
 /// Names as in `status/KEY`, where the same thing is meant.
@@ -117,7 +131,9 @@ fn object(key: &Key, attempt: &AttemptRow) -> Value {
         "expires": rfc3339(attempt.expires_ms),
         "ended": attempt.ended_ms.map(rfc3339),
         "ttl_ms": attempt.ttl_ms,
+        "waited_ms": attempt.waited_ms,
         "note": attempt.note,
+        "agent": attempt.agent,
         "registered": attempt.registered,
         "result": attempt.result.map(|(size, committed_ms)| json!({
             "epoch": attempt.epoch,

@@ -6,8 +6,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use leasefs::{Key, Ttl};
 
+use super::deadlock;
 use super::show;
-use super::tree::{Status, Tree, TreeArgs};
+use super::tree::{Sharing, Status, Tree, TreeArgs, Waiting};
 use super::{EXIT_NO, complain};
 
 /// Which key, and how to show it.
@@ -38,6 +39,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         writeln!(out, "{}", status.json)?;
     } else {
         write_block(&mut out, &tree, &key, &status)?;
+        if let Some(ring) = deadlock::ring_through(&tree, &key)? {
+            complain(ring);
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -54,6 +58,9 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
         let command = show::plain(&holder.command);
         line("holder", &format!("pid {} ({command}), uid {}, gid {}", holder.pid, holder.uid, holder.gid))?;
     }
+    if let Some(agent) = &status.agent {
+        line("agent", &show::plain(agent))?;
+    }
     for (name, time) in [("since", &status.since), ("renewed", &status.renewed), ("expires", &status.expires)] {
         if let Some(time) = time {
             line(name, &with_distance(time, show::now_ms()))?;
@@ -66,7 +73,14 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
         line("via", via)?;
     }
     line("waiters", &status.waiters.to_string())?;
+    for Waiting { pid, uid, command, since, mode, .. } in &status.line {
+        let command = show::plain(command);
+        line("", &format!("pid {pid} ({command}), uid {uid}, {mode}, since {}", with_distance(since, show::now_ms())))?;
+    }
     line("sharers", &status.sharers.to_string())?;
+    for Sharing { pid, uid, command, .. } in &status.sharing {
+        line("", &format!("pid {pid} ({}), uid {uid}", show::plain(command)))?;
+    }
     if let Some(note) = status.note.as_deref().filter(|note| !note.is_empty()) {
         line("note", &show::plain(note.trim_end()))?;
     }

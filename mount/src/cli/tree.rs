@@ -138,6 +138,7 @@ pub struct Sharing {
     /// When it started, in clock ticks since boot.
     pub start_time: u64,
     /// User id.
+    #[allow(dead_code, reason = "for whoever looks for the process itself")]
     pub uid: u32,
     /// Its command.
     pub command: String,

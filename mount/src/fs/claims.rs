@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use fuser::{
-    Errno, FileHandle, FopenFlags, Generation, INodeNo, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty, ReplyLock,
-    ReplyOpen, ReplyWrite,
+    Errno, FileHandle, FopenFlags, Generation, INodeNo, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty, ReplyIoctl,
+    ReplyLock, ReplyOpen, ReplyWrite,
 };
 use leasefs::machine::{Claimant, Input, Mode, Process, Why};
-use leasefs::{Error, Handle, KeyId, NamespaceId, Now, Owner, Ttl, view};
+use leasefs::{Error, Handle, KeyId, NamespaceId, Now, Owner, view};
 
 use super::handles::{Open, Snapshot};
 use super::names::{Change, NEVER, finish};
@@ -26,8 +26,6 @@ use crate::watcher::Wait;
 const MAX_NOTE: usize = 4096;
 /// A lock over the whole file, as the kernel asks for it.
 const WHOLE_FILE: (u64, u64) = (0, i64::MAX as u64);
-/// The extended attribute that sets a TTL.
-pub const TTL_XATTR: &[u8] = b"user.lease.ttl";
 
 /// What the kernel's number of a lock owner stands for.
 pub struct KnownOwner {
@@ -414,9 +412,22 @@ impl LeaseFs {
         found.unwrap_or(Err(Error::Stale))
     }
 
-    pub(super) fn set_claim_ttl(&self, req: &Caller, key: KeyId, ttl: Ttl, reply: ReplyEmpty) {
-        let input = Input::SetTtl { uid: req.uid(), ttl };
-        self.engine.submit(key, input, clock::now(), Box::new(|result| finish(reply, result)));
+    /// Answers [`LEASEFS_IOC_HOLDS`]. In one look, as a read: the lease may end, and another begin, between two.
+    pub(super) fn tell_holds(&self, handle: u64, key: KeyId, reply: ReplyIoctl) {
+        let now = clock::now();
+        self.expire(key, now);
+        let fs = self.clone();
+        let answer = move || {
+            let held = fs.engine.view(key, |entry, _| {
+                let (state, handle) = (&entry.state, Handle(handle));
+                (!state.lost.contains(&handle)).then(|| state.held_by(handle).map_or(0, |attempt| attempt.epoch.0))
+            });
+            match held.flatten() {
+                Some(epoch) => reply.ioctl(0, &epoch.to_ne_bytes()),
+                None => reply.error(Errno::ESTALE),
+            }
+        };
+        self.engine.when_lasting(key, now, Box::new(answer));
     }
 
     /// The key of a claims inode in this parent, for requests that name a file.

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use fuser::{Errno, FileHandle, FopenFlags, PollEvents, PollNotifier, ReplyData, ReplyOpen, ReplyPoll, ReplyWrite};
+use leasefs::engine::KeyEntry;
 use leasefs::machine::{Input, Why};
-use leasefs::namespaces::Credentials;
+use leasefs::namespaces::{Credentials, Namespaces};
 use leasefs::{Epoch, Error, Handle, Key, KeyId, view};
 use serde::Deserialize;
 
@@ -14,7 +15,7 @@ use crate::clock;
 use crate::errno::errno;
 use crate::flight::Place;
 use crate::ino::Control;
-use crate::process::{self, Seen};
+use crate::process;
 use crate::watcher::Wait;
 
 /// Who is to be woken when a key changes. A handle has one place, however often it polls.
@@ -43,12 +44,22 @@ struct Reader {
 #[derive(Deserialize)]
 #[serde(tag = "op", rename_all = "lowercase", deny_unknown_fields)]
 enum Order {
+    /// Takes the lease away from an attempt.
     Evict {
         key: String,
         epoch: u64,
         #[serde(default)]
         reason: String,
     },
+    /// Gives back what an attempt of the caller's own holds.
+    Release {
+        key: String,
+        epoch: u64,
+        #[serde(default)]
+        reason: String,
+    },
+    /// Renews an attempt of the caller's own.
+    Renew { key: String, epoch: u64 },
 }
 
 impl LeaseFs {
@@ -166,40 +177,74 @@ impl LeaseFs {
     }
 
     pub(super) fn order(&self, req: &Caller, data: &[u8], reply: ReplyWrite) {
-        let now = clock::now();
-        let Ok(Order::Evict { key, epoch, reason }) = serde_json::from_slice(data) else {
-            return reply.error(Errno::EINVAL);
+        let order = serde_json::from_slice(data).map_err(|_| Errno::EINVAL);
+        let (key, input) = match order.and_then(|order| self.plan(req, order)) {
+            Ok(planned) => planned,
+            Err(refused) => return reply.error(refused),
         };
-        let key = match Key::parse(&key) {
-            Ok(key) => key,
-            Err(error) => return reply.error(errno(&error.into())),
-        };
-        let uid = req.uid();
-        let may_evict_all = uid == 0 || uid == self.settings.mount_owner;
-        let id = match self.engine.find(&key) {
-            Ok(Some(id)) => id,
-            // Whether there is such a key is not for everybody to know.
-            Ok(None) => return reply.error(if may_evict_all { Errno::ENOENT } else { Errno::EACCES }),
-            Err(error) => return reply.error(errno(&error)),
-        };
-        let owns = self.engine.view(id, |entry, tree| tree.get(entry.namespace).is_some_and(|ns| ns.row.uid == uid));
-        if !may_evict_all && owns != Some(true) {
-            return reply.error(Errno::EACCES);
-        }
-        let Seen { process, .. } = self.processes.identify(req.pid());
-        let by = format!("by uid {uid} (pid {})", process.pid);
-        let why = if reason.is_empty() { by } else { format!("{by}: {reason}") };
         let length = u32::try_from(data.len()).unwrap_or(0);
         let done = move |result: Result<_, Error>| match result {
             Ok(_) => reply.written(length),
             Err(error) => reply.error(errno(&error)),
         };
-        self.engine.submit(
-            id,
-            Input::Evict { epoch: Epoch(epoch), why: Why::from(why), request: req.request() },
-            now,
-            Box::new(done),
-        );
+        self.engine.submit(key, input, clock::now(), Box::new(done));
+    }
+
+    /// What an order asks of which key, where it is for the caller to ask.
+    fn plan(&self, req: &Caller, order: Order) -> Result<(KeyId, Input), Errno> {
+        let (uid, request) = (req.uid(), req.request());
+        let because =
+            |by: String, reason: &str| Why::from(if reason.is_empty() { by } else { format!("{by}: {reason}") });
+        let pid = || self.processes.identify(req.pid()).process.pid;
+        Ok(match order {
+            Order::Evict { key, epoch, reason } => {
+                let key = self.evictable(req, &key)?;
+                let why = because(format!("by uid {uid} (pid {})", pid()), &reason);
+                (key, Input::Evict { epoch: Epoch(epoch), why, request })
+            }
+            Order::Release { key, epoch, reason } => {
+                let key = self.own_key(req, &key)?;
+                let why = because(format!("by pid {}", pid()), &reason);
+                (key, Input::GiveBack { epoch: Epoch(epoch), uid, why, request })
+            }
+            Order::Renew { key, epoch } => {
+                let key = self.own_key(req, &key)?;
+                (key, Input::RenewAttempt { epoch: Epoch(epoch), uid })
+            }
+        })
+    }
+
+    /// The key of that name. Whether there is one is not for everybody to know.
+    fn named(&self, req: &Caller, key: &str) -> Result<KeyId, Errno> {
+        let key = Key::parse(key).map_err(|error| errno(&error.into()))?;
+        let absent = if self.is_operator(req) { Errno::ENOENT } else { Errno::EACCES };
+        self.engine.find(&key).map_err(|error| errno(&error))?.ok_or(absent)
+    }
+
+    fn is_operator(&self, req: &Caller) -> bool {
+        req.uid() == 0 || req.uid() == self.settings.mount_owner
+    }
+
+    /// A key whose holder the caller may evict: root, the mount's owner and the namespace's (§4).
+    fn evictable(&self, req: &Caller, key: &str) -> Result<KeyId, Errno> {
+        let key = self.named(req, key)?;
+        let owner = |tree: &Namespaces, id| tree.get(id).is_some_and(|namespace| namespace.row.uid == req.uid());
+        let owns = || self.engine.view(key, |entry, tree| owner(tree, entry.namespace)) == Some(true);
+        if self.is_operator(req) || owns() { Ok(key) } else { Err(Errno::EACCES) }
+    }
+
+    /// A key of whose attempts the caller may be told: its newest is the caller's own, or the key can be seen. Whose the
+    /// one is that is meant, and whether it holds the key, is looked at when the order takes effect.
+    fn own_key(&self, req: &Caller, key: &str) -> Result<KeyId, Errno> {
+        let key = self.named(req, key)?;
+        let uid = req.uid();
+        let is_own = |entry: &KeyEntry| entry.state.attempt.as_ref().is_some_and(|attempt| attempt.claimant.uid == uid);
+        let owns = self.engine.view(key, |entry, _| is_own(entry)) == Some(true);
+        let sees = || {
+            let who = Credentials { groups: process::groups(req.pid()), ..self.credentials(req) };
+            self.engine.view(key, |entry, tree| tree.may_see(&who, entry.key.split().0)) == Some(true)
+        };
+        if uid == 0 || owns || sees() { Ok(key) } else { Err(Errno::EACCES) }
     }
 
     pub(super) fn do_poll(&self, handle: u64, notifier: PollNotifier, wants_notice: bool, reply: ReplyPoll) {

@@ -10,18 +10,17 @@ use fuser::{
     ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
     TimeOrNow, WriteFlags,
 };
-use leasefs::registry::NamespaceRow;
-use leasefs::{Error, KeyId, Ttl};
+use leasefs::{Error, KeyId};
 
-use super::claims::{LockRequest, TTL_XATTR};
+use super::LeaseFs;
+use super::claims::LockRequest;
 use super::handles::Open;
 use super::names::{Change, finish};
-use super::{Caller, LeaseFs};
-use crate::clock;
 use crate::connection::MAX_WRITE;
 use crate::errno::errno;
 use crate::flight::opcode;
 use crate::ino::{Control, Node, Tree};
+use crate::ioctl::LEASEFS_IOC_HOLDS;
 
 /// What an open handle is, without the lock on the table.
 enum Kind {
@@ -43,46 +42,6 @@ impl LeaseFs {
             Open::Events { .. } => Kind::Events,
             Open::Control => Kind::Control,
         })
-    }
-
-    /// The TTL that a node's extended attribute shows.
-    fn ttl_of(&self, ino: INodeNo) -> Option<Ttl> {
-        match Node::of(ino)? {
-            Node::Namespace(Tree::Claims, id) => {
-                let ms = self.engine.look(|tree| tree.get(id).and_then(|namespace| namespace.row.ttl_ms))?;
-                Ttl::from_millis(ms).ok()
-            }
-            Node::Claim(key) => self.engine.view(key, |entry, _| entry.state.live().map(|attempt| attempt.ttl))?,
-            _ => None,
-        }
-    }
-
-    fn set_ttl(&self, req: &Caller, ino: INodeNo, ttl: Option<Ttl>, reply: ReplyEmpty) {
-        match (Node::of(ino), ttl) {
-            (Some(Node::Namespace(Tree::Claims, id)), ttl) => {
-                let owner = self.engine.look(|tree| tree.get(id).map(|namespace| namespace.row.uid));
-                // A TTL decides over everybody's leases below, so it is the owner's, as the mode is.
-                if req.uid() != 0 && owner != Some(req.uid()) {
-                    return reply.error(Errno::EPERM);
-                }
-                let change = |row: &mut NamespaceRow| row.ttl_ms = ttl.map(Ttl::as_millis);
-                let done = Box::new(|result: Result<_, Error>| finish(reply, result));
-                // It is there: the kernel has just looked it up.
-                let _ = self.engine.change_namespace(id, clock::now(), change, done);
-            }
-            (Some(Node::Claim(key)), Some(ttl)) => self.set_claim_ttl(req, key, ttl, reply),
-            (Some(Node::Claim(_)), None) => reply.error(Errno::EPERM),
-            _ => reply.error(Errno::EOPNOTSUPP),
-        }
-    }
-}
-
-/// Answers a request for an attribute's value or its size.
-fn answer_xattr(value: &[u8], size: u32, reply: ReplyXattr) {
-    match u32::try_from(value.len()) {
-        Ok(length) if size == 0 => reply.size(length),
-        Ok(length) if length <= size => reply.data(value),
-        _ => reply.error(Errno::ERANGE),
     }
 }
 
@@ -389,37 +348,25 @@ impl Filesystem for LeaseFs {
         reply: ReplyEmpty,
     ) {
         let _handling = self.handling(req, opcode::SETXATTR, ino);
-        match std::str::from_utf8(value).ok().and_then(|text| text.parse::<Ttl>().ok()) {
-            _ if name.as_encoded_bytes() != TTL_XATTR => reply.error(Errno::EOPNOTSUPP),
-            Some(ttl) => self.set_ttl(&self.caller(req), ino, Some(ttl), reply),
-            None => reply.error(Errno::EINVAL),
-        }
+        self.set_xattr(&self.caller(req), ino, name, Some(value), reply);
         self.settle();
     }
 
     fn getxattr(&self, req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let _handling = self.handling(req, opcode::GETXATTR, ino);
-        match self.ttl_of(ino).filter(|_| name.as_encoded_bytes() == TTL_XATTR) {
-            Some(ttl) => answer_xattr(ttl.to_string().as_bytes(), size, reply),
-            None => reply.error(Errno::ENODATA),
-        }
+        self.get_xattr(ino, name, size, reply);
         self.settle();
     }
 
     fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         let _handling = self.handling(req, opcode::LISTXATTR, ino);
-        let names = if self.ttl_of(ino).is_some() { [TTL_XATTR, b"\0"].concat() } else { Vec::new() };
-        answer_xattr(&names, size, reply);
+        self.list_xattrs(ino, size, reply);
         self.settle();
     }
 
     fn removexattr(&self, req: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _handling = self.handling(req, opcode::REMOVEXATTR, ino);
-        if name.as_encoded_bytes() == TTL_XATTR && self.ttl_of(ino).is_some() {
-            self.set_ttl(&self.caller(req), ino, None, reply);
-        } else {
-            reply.error(Errno::ENODATA);
-        }
+        self.set_xattr(&self.caller(req), ino, name, None, reply);
         self.settle();
     }
 
@@ -466,15 +413,18 @@ impl Filesystem for LeaseFs {
         &self,
         req: &Request,
         ino: INodeNo,
-        _: FileHandle,
+        fh: FileHandle,
         _: IoctlFlags,
-        _: u32,
+        command: u32,
         _: &[u8],
         _: u32,
         reply: ReplyIoctl,
     ) {
         let _handling = self.handling(req, opcode::IOCTL, ino);
-        reply.error(Errno::ENOTTY);
+        match self.kind_of(fh) {
+            Some(Kind::Claim(key)) if command == LEASEFS_IOC_HOLDS => self.tell_holds(fh.0, key, reply),
+            _ => reply.error(Errno::ENOTTY),
+        }
         self.settle();
     }
 

@@ -6,6 +6,7 @@
 //! | [`claims`] | `claims/KEY`: create, open, lock, read, write, unlink |
 //! | [`results`] | `results/KEY/EPOCH`: drafts, commit, reading |
 //! | [`control`] | `status/KEY`, `.leasefs/*`, polling |
+//! | [`xattrs`] | `user.lease.ttl`, `user.lease.agent` |
 //! | [`handles`] | what an open file is |
 //! | [`kept`] | what the next server has to know, should this one be killed |
 //!
@@ -20,6 +21,7 @@ mod handles;
 mod kept;
 mod names;
 mod results;
+mod xattrs;
 
 use std::collections::HashMap;
 use std::ffi::OsStr;

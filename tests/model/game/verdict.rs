@@ -149,7 +149,14 @@ impl Game {
                         // No client asks for these: what was done once is not there to be done again.
                         _ if *again && matches!(input, Input::Lose { .. } | Input::LoseShares | Input::Cancel(_)) => {}
                         _ if superseded
-                            && matches!(input, Input::Renew { .. } | Input::SetTtl { .. } | Input::Lock { .. }) => {}
+                            && matches!(
+                                input,
+                                Input::Renew { .. }
+                                    | Input::RenewAttempt { .. }
+                                    | Input::SetTtl { .. }
+                                    | Input::SetAgent { .. }
+                                    | Input::Lock { .. }
+                            ) => {}
                         // What was on its way at the same time may have come first.
                         (Err(_), _) if *again && told.first().is_some_and(Result::is_err) => {}
                         (Ok(_), _) if *again => {

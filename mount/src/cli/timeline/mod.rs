@@ -149,12 +149,12 @@ fn bar(attempt: &AttemptRow) -> Bar {
         epoch: attempt.epoch,
         since_ms: attempt.since_ms,
         ended_ms: attempt.ended_ms,
-        waited_ms: 0,
+        waited_ms: i64::try_from(attempt.waited_ms).unwrap_or(i64::MAX),
         committed_ms: attempt.result.map(|(_, committed_ms)| committed_ms),
         outcome: attempt.outcome.clone(),
         why: attempt.reason.clone(),
         who: format!("pid {} ({}), uid {}", attempt.pid, show::cell(&attempt.command), attempt.uid),
-        agent: None,
+        agent: attempt.agent.clone(),
         note: Some(attempt.note.clone()).filter(|note| !note.is_empty()),
     }
 }

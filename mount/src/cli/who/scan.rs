@@ -20,6 +20,7 @@ use nix::errno::Errno;
 use crate::cli::proc::{self, Pid, Stat};
 use crate::cli::tree::{Status, Tree, trouble};
 use crate::ino::Node;
+use crate::ioctl::LEASEFS_IOC_HOLDS;
 use crate::mountinfo;
 
 /// `KCMP_FILE`: whether two descriptors are of one open file.
@@ -213,7 +214,7 @@ fn compare(one: u32, other: u32, what: libc::c_int, first: u32, second: u32) -> 
     }
 }
 
-nix::ioctl_read!(holds, b'L', 1, u64);
+nix::ioctl_read_bad!(holds, LEASEFS_IOC_HOLDS, u64);
 
 /// Asks an open file what it holds, through a copy of it that lives as long as the question takes.
 fn ask(copy: Copy) -> Answer {
