@@ -42,7 +42,8 @@ impl Held {
         }
         let seen = |pid, start_time| Some(Pid { pid, start_time }).filter(|process| process.pid != 0);
         let holder = status.holder.iter().filter_map(|who| Some((seen(who.pid, who.start_time)?, who.command.clone())));
-        let sharing = status.sharing.iter().filter_map(|who| Some((seen(who.pid, who.start_time)?, who.command.clone())));
+        let sharing =
+            status.sharing.iter().filter_map(|who| Some((seen(who.pid, who.start_time)?, who.command.clone())));
         let held = Held {
             key: status.key.clone(),
             epoch: status.epoch,
@@ -127,7 +128,11 @@ fn in_words(ring: &[usize], held: &[Held]) -> String {
     let key = |at: usize| show::plain(&held[at].key);
     let cure = format!("end one of them, or `leasefs evict {} --epoch {}`", key(ring[0]), first.epoch);
     if ring.len() == 1 {
-        return format!("deadlock: {} of {} is waited for by itself or a child of it: {cure}", key(ring[0]), who(first));
+        return format!(
+            "deadlock: {} of {} is waited for by itself or a child of it: {cure}",
+            key(ring[0]),
+            who(first)
+        );
     }
     let mut text = String::from("deadlock: ");
     for (number, at) in ring.iter().enumerate() {
@@ -278,13 +283,8 @@ mod tests {
 
     #[test]
     fn each_ring_is_told_once() {
-        let keys_held = [
-            held("a", 1, &[3]),
-            held("b", 2, &[1]),
-            held("c", 3, &[2]),
-            held("x", 7, &[8, 1]),
-            held("y", 8, &[7]),
-        ];
+        let keys_held =
+            [held("a", 1, &[3]), held("b", 2, &[1]), held("c", 3, &[2]), held("x", 7, &[8, 1]), held("y", 8, &[7])];
         assert_eq!(keys(&rings(&keys_held, alone)), [vec!["a", "b", "c"], vec!["x", "y"]]);
     }
 

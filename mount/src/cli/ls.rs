@@ -100,11 +100,9 @@ fn columns() -> [Shown; 12] {
             |status| !status.line.is_empty(),
             |status, now_ms| or_nothing(longest_wait_ms(status, now_ms)),
         ),
-        shown(
-            Column::new("NOTE").shrinks_to(4),
-            always,
-            |status, _| show::cell(status.note.as_deref().unwrap_or_default()),
-        ),
+        shown(Column::new("NOTE").shrinks_to(4), always, |status, _| {
+            show::cell(status.note.as_deref().unwrap_or_default())
+        }),
         shown(
             Column::new("HELD BECAUSE").shrinks_to(20),
             |status| status.orphaned_why.is_some(),

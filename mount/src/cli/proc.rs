@@ -11,7 +11,9 @@ use super::tree::Status;
 
 /// `PF_KTHREAD` in field 9 of `/proc/PID/stat`: a thread of the kernel.
 const PF_KTHREAD: u64 = 0x0020_0000;
-/// Digits of a container's id that are shown, as container tools show them.
+/// Digits of a container's id.
+const ID_LENGTH: usize = 64;
+/// Those that are shown, as container tools show them.
 const ID_DIGITS: usize = 12;
 
 /// A process that no later one is taken for: both numbers are 0 where it cannot be seen.
@@ -146,7 +148,7 @@ fn by_container(path: &str) -> Option<String> {
             Some((by, id)) => (by, id),
             None => ("", name),
         };
-        let is_id = id.len() >= 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let is_id = id.len() == ID_LENGTH && id.bytes().all(|byte| byte.is_ascii_hexdigit());
         is_id.then(|| {
             let maker = maker_of(by, path);
             format!("{maker}{}", &id[..ID_DIGITS])
@@ -205,7 +207,10 @@ mod tests {
             (format!("/machine.slice/libpod-{id}.scope/container"), Some("podman:0123456789ab")),
             (format!("/libpod_parent/libpod-{id}"), Some("podman:0123456789ab")),
             (format!("/kubepods.slice/kubepods-pod7.slice/cri-containerd-{id}.scope"), Some("k8s:0123456789ab")),
-            (format!("/system.slice/containerd.service/kubepods-burstable-pod7.slice:cri-containerd:{id}"), Some("k8s:0123456789ab")),
+            (
+                format!("/system.slice/containerd.service/kubepods-burstable-pod7.slice:cri-containerd:{id}"),
+                Some("k8s:0123456789ab"),
+            ),
             ("/lxc.payload.web/system.slice".to_owned(), Some("lxc:web")),
             ("/system.slice/cron.service".to_owned(), Some("cron.service")),
             ("/user.slice/user-0.slice/user@0.service/app.slice/job.service".to_owned(), Some("job.service")),

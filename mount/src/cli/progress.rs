@@ -59,7 +59,8 @@ impl Drop for Progress {
 }
 
 fn style(of: Option<u64>) -> ProgressStyle {
-    let (counted, uncounted) = ("{spinner} {msg}: {human_pos} of {human_len}, {eta} left", "{spinner} {msg}: {human_pos}, {elapsed}");
+    let (counted, uncounted) =
+        ("{spinner} {msg}: {human_pos} of {human_len}, {eta} left", "{spinner} {msg}: {human_pos}, {elapsed}");
     ProgressStyle::with_template(if of.is_some() { counted } else { uncounted })
         .unwrap_or_else(|_| ProgressStyle::default_spinner())
 }

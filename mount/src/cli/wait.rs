@@ -122,7 +122,8 @@ fn hear_of(events: &mut Events, key: &Key, deadline: Option<Instant>) -> Result<
 
 /// A gap may have swallowed the key's event, and so may a line that is not understood.
 fn may_concern(lines: &[u8], key: &Key) -> bool {
-    parse(lines).any(|(_, event)| event.is_none_or(|event| event.is_gap() || event.key.as_deref() == Some(key.as_str())))
+    parse(lines)
+        .any(|(_, event)| event.is_none_or(|event| event.is_gap() || event.key.as_deref() == Some(key.as_str())))
 }
 
 #[cfg(test)]

@@ -61,7 +61,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
             return Ok(over(left));
         };
         let wanted: Vec<_> = events::parse(&lines).filter(|(_, event)| concerns(event.as_ref(), &prefix)).collect();
-        let wanted = &wanted[..wanted.len().min(left.map_or(usize::MAX, |left| usize::try_from(left).unwrap_or(usize::MAX)))];
+        let wanted =
+            &wanted[..wanted.len().min(left.map_or(usize::MAX, |left| usize::try_from(left).unwrap_or(usize::MAX)))];
         let mut shown = Vec::new();
         if args.json {
             for (line, _) in wanted {
@@ -123,10 +124,14 @@ fn holders(tree: &Tree, events: &[(&[u8], Option<Event>)]) -> HashMap<usize, Str
 
 fn for_a_person(event: &Event, holder: Option<&String>) -> String {
     if event.is_gap() {
-        return format!("{:12}  gap        {} events were missed: see `leasefs ls` for what is so now", "", event.missed);
+        return format!(
+            "{:12}  gap        {} events were missed: see `leasefs ls` for what is so now",
+            "", event.missed
+        );
     }
     let key = show::plain(event.key.as_deref().unwrap_or_default());
-    let mut text = format!("{}  {:NAME_WIDTH$}  {key}  epoch {}", clock(&event.time), show::plain(&event.event), event.epoch);
+    let mut text =
+        format!("{}  {:NAME_WIDTH$}  {key}  epoch {}", clock(&event.time), show::plain(&event.event), event.epoch);
     if let Some(holder) = holder {
         text += &format!("  {holder}");
     }

@@ -172,7 +172,8 @@ fn judge(status: &Status, scan: Scan) -> Found {
     let may_be = |handle: &&Handle| is_held && handle.answer == Answer::Unknown;
     let of_claimant = scan.handles.iter().filter(may_be).filter(|handle| is_its(handle)).count();
     let is_asked = scan.handles.iter().any(says_so);
-    let is_holder = |handle: &Handle| says_so(handle) || (!is_asked && of_claimant == 1 && is_its(handle) && may_be(&handle));
+    let is_holder =
+        |handle: &Handle| says_so(handle) || (!is_asked && of_claimant == 1 && is_its(handle) && may_be(&handle));
     let is_known = scan.handles.iter().any(is_holder);
     let mut people: BTreeMap<(Pid, How), Person> = BTreeMap::new();
     let mut add = |process: Pid, how: How, fds: &[u32], since_ms: Option<i64>| {
@@ -228,7 +229,9 @@ fn remark(status: &Status, people: &[Person], is_known: bool, in_flight: Option<
     }
     if people.iter().any(|person| person.how == How::Perhaps) {
         let text = match () {
-            () if status.state == "orphaned" => "its connection is lost, so no handle can be asked whether it is the holder's",
+            () if status.state == "orphaned" => {
+                "its connection is lost, so no handle can be asked whether it is the holder's"
+            }
             () if nix::unistd::geteuid().is_root() => "the handles do not say which is the holder's",
             () => "which handle is the holder's could not be asked: run as root",
         };

@@ -64,7 +64,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     let wanted: Vec<String> = args.keys.iter().map(|text| selection(text, tree.as_ref())).collect::<Result<_>>()?;
     let is_wanted = |key: &str| {
-        wanted.is_empty() || wanted.iter().any(|text| key == text || (text.ends_with('/') && key.starts_with(text.as_str())))
+        wanted.is_empty()
+            || wanted.iter().any(|text| key == text || (text.ends_with('/') && key.starts_with(text.as_str())))
     };
     let progress = Progress::new("reading the history", None);
     let mut rows = attempts(&dir, is_wanted)?;

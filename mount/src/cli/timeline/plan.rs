@@ -299,7 +299,8 @@ mod tests {
 
     #[test]
     fn too_much_is_cut_to_the_newest() {
-        let many: Vec<Bar> = (0..25_000).map(|number| bar(number + 1, NOW - 25_000 + number as i64, Some(NOW))).collect();
+        let many: Vec<Bar> =
+            (0..25_000).map(|number| bar(number + 1, NOW - 25_000 + number as i64, Some(NOW))).collect();
         let shown = plan("t", rows(&[("k", many)]), NOW, None).expect("a plan");
         assert_eq!((shown.bars_left_out, shown.rows["k"].bars.len()), (5_000, 20_000));
         assert_eq!(shown.rows["k"].bars.first().map(|bar| bar.epoch), Some(5_001));

@@ -136,7 +136,11 @@ fn title(out: &mut impl Write, plan: &Plan) -> io::Result<()> {
         x += 19.0 + words.len() as f64 * 6.7 + 18.0;
     }
     for (colour, words) in [(WAIT_COLOUR, "waited before"), (WAITING_COLOUR, "waits now")] {
-        writeln!(out, "<rect x=\"{x:.1}\" y=\"{:.1}\" width=\"14\" height=\"{WAIT_HEIGHT}\" fill=\"{colour}\"/>", y + 4.0)?;
+        writeln!(
+            out,
+            "<rect x=\"{x:.1}\" y=\"{:.1}\" width=\"14\" height=\"{WAIT_HEIGHT}\" fill=\"{colour}\"/>",
+            y + 4.0
+        )?;
         writeln!(out, "<text x=\"{:.1}\" y=\"{:.1}\">{words}</text>", x + 19.0, y + 9.0)?;
         x += 19.0 + words.len() as f64 * 6.7 + 18.0;
     }
@@ -161,7 +165,11 @@ fn axis(out: &mut impl Write, frame: &Frame, bottom: f64) -> io::Result<()> {
         // Whole, also at the edges, and never over the one before.
         let middle = x.clamp(frame.left + half - 12.0, frame.right - half + 12.0);
         if middle - half > free_from {
-            writeln!(out, "<text x=\"{middle:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{}</text>", escaped(&tick.label))?;
+            writeln!(
+                out,
+                "<text x=\"{middle:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{}</text>",
+                escaped(&tick.label)
+            )?;
             free_from = middle + half + 8.0;
         }
     }
@@ -353,7 +361,8 @@ fn marks(out: &mut impl Write, frame: &Frame, row: &Row, y: f64) -> io::Result<(
     let plan = frame.plan;
     let mut last: [(Option<Mark>, f64); 4] = [(None, f64::MIN); 4];
     for bar in &row.bars {
-        let commit = bar.committed_ms.map(|at_ms| (Mark::Commit, at_ms, format!("epoch {}: result committed", bar.epoch)));
+        let commit =
+            bar.committed_ms.map(|at_ms| (Mark::Commit, at_ms, format!("epoch {}: result committed", bar.epoch)));
         let end = bar.outcome.as_deref().and_then(mark_of).zip(bar.ended_ms);
         let end = end.map(|(mark, at_ms)| {
             let outcome = bar.outcome.as_deref().unwrap_or_default();
@@ -429,7 +438,14 @@ mod tests {
     fn bar(epoch: u64, ago_ms: i64, lasted_ms: i64, outcome: &str) -> Bar {
         let since_ms = NOW - ago_ms;
         let ended_ms = Some(since_ms + lasted_ms);
-        Bar { epoch, since_ms, ended_ms, outcome: Some(outcome.to_owned()), who: "pid 7 (sh)".to_owned(), ..Bar::default() }
+        Bar {
+            epoch,
+            since_ms,
+            ended_ms,
+            outcome: Some(outcome.to_owned()),
+            who: "pid 7 (sh)".to_owned(),
+            ..Bar::default()
+        }
     }
 
     #[test]
@@ -445,12 +461,16 @@ mod tests {
         let text = drawn(&[("team/a", Row { bars, waiting })]);
         let count = |what: &str| text.matches(what).count();
         assert_eq!(count("class=\"attempt "), 5);
-        for class in ["attempt released", "attempt completed", "attempt expired", "attempt evicted", "attempt holding"] {
+        for class in ["attempt released", "attempt completed", "attempt expired", "attempt evicted", "attempt holding"]
+        {
             assert_eq!(count(class), 1, "{class}");
         }
         assert_eq!((count("class=\"wait\""), count("class=\"waiting\"")), (1, 1));
         // One each is the legend's.
-        assert_eq!((count("mark commit"), count("mark expiry"), count("mark eviction"), count("mark loss")), (2, 2, 2, 1));
+        assert_eq!(
+            (count("mark commit"), count("mark expiry"), count("mark eviction"), count("mark loss")),
+            (2, 2, 2, 1)
+        );
         assert!(text.contains("epoch 3 waited 3s") && text.contains("lasts for 10s"), "{text}");
     }
 

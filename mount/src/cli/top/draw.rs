@@ -120,8 +120,10 @@ pub fn screen(frame: &mut Frame, model: &mut Model, is_coloured: bool) -> View {
     ])
     .areas(area);
     header(frame, head, model, palette);
-    let lines: Vec<Line> =
-        alarms.iter().map(|text| Line::styled(clip(text, usize::from(alarm.width)).into_owned(), palette.alarm())).collect();
+    let lines: Vec<Line> = alarms
+        .iter()
+        .map(|text| Line::styled(clip(text, usize::from(alarm.width)).into_owned(), palette.alarm()))
+        .collect();
     frame.render_widget(Paragraph::new(lines), alarm);
     let view = list(frame, (heads, keys), model, palette);
     if details > 0 {
@@ -198,7 +200,9 @@ fn list(frame: &mut Frame, (heads, area): (Rect, Rect), model: &mut Model, palet
     let wanted: Vec<(Column, usize)> = columns
         .iter()
         .enumerate()
-        .map(|(at, column)| (*column, cells.iter().map(|row| width(&row[at])).max().unwrap_or(0).max(head_width(*column))))
+        .map(|(at, column)| {
+            (*column, cells.iter().map(|row| width(&row[at])).max().unwrap_or(0).max(head_width(*column)))
+        })
         .collect();
     let widths = fit(&wanted, usize::from(area.width));
 
@@ -211,7 +215,8 @@ fn list(frame: &mut Frame, (heads, area): (Rect, Rect), model: &mut Model, palet
             (true, false) => "▾",
             (true, true) => "▴",
         };
-        let style = Style::new().add_modifier(if is_sort { Modifier::BOLD | Modifier::UNDERLINED } else { Modifier::BOLD });
+        let style =
+            Style::new().add_modifier(if is_sort { Modifier::BOLD | Modifier::UNDERLINED } else { Modifier::BOLD });
         head.push((padded(&format!("{}{mark}", column.head()), *wide, is_number(*column)), style));
     }
     frame.render_widget(Paragraph::new(line_of(head)), heads);
@@ -355,7 +360,8 @@ fn everything(frame: &mut Frame, area: Rect, model: &Model, palette: Palette) {
         add("line", line_in_words(entry, now_ms));
     }
     if status.sharers > 0 {
-        let sharing = status.sharing.iter().take(IN_LINE).map(|who| format!("{} {}", who.pid, show::cell(&who.command)));
+        let sharing =
+            status.sharing.iter().take(IN_LINE).map(|who| format!("{} {}", who.pid, show::cell(&who.command)));
         let mut names = sharing.collect::<Vec<_>>().join(", ");
         if status.sharers > IN_LINE as u64 {
             names += &format!(" and {} more", status.sharers - IN_LINE as u64);
@@ -474,6 +480,9 @@ mod tests {
             drawn(&mut model, size);
         }
         let lines = drawn(&mut model, (80, 24));
-        assert_eq!(lines[1..4], ["deadlock: k", "deadlock: k", "and 3 more rings of processes that wait for each other"]);
+        assert_eq!(
+            lines[1..4],
+            ["deadlock: k", "deadlock: k", "and 3 more rings of processes that wait for each other"]
+        );
     }
 }

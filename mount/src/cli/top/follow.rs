@@ -69,11 +69,7 @@ impl Follower {
     ///
     /// # Errors
     /// Where the tree cannot be followed.
-    pub fn start(
-        tree: &Tree,
-        prefix: &str,
-        tell: impl Fn(News) -> bool + Clone + Send + 'static,
-    ) -> Result<Follower> {
+    pub fn start(tree: &Tree, prefix: &str, tell: impl Fn(News) -> bool + Clone + Send + 'static) -> Result<Follower> {
         let on_screen = Arc::new(Mutex::new(Vec::new()));
         let events = Events::open(tree)?;
         let mut following = Following {
@@ -119,7 +115,8 @@ fn who_has(tree: &Tree, key: &str) -> Vec<String> {
         let key = Key::parse(key)?;
         let Some(status) = tree.status(&key)? else { return Ok(Vec::new()) };
         let found = who::look(tree, &key, &status)?;
-        let mut lines: Vec<String> = found.people.iter().filter(|person| person.how.keeps()).map(who::in_words).collect();
+        let mut lines: Vec<String> =
+            found.people.iter().filter(|person| person.how.keeps()).map(who::in_words).collect();
         lines.extend(found.remark);
         Ok(lines)
     };

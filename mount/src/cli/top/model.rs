@@ -169,7 +169,13 @@ fn none_last<T: Ord>(one: Option<T>, two: Option<T>) -> Ordering {
     match (&one, &two) {
         (Some(one), Some(two)) => one.cmp(two),
         (None, None) => Ordering::Equal,
-        (one, _) => if one.is_some() { Ordering::Less } else { Ordering::Greater },
+        (one, _) => {
+            if one.is_some() {
+                Ordering::Less
+            } else {
+                Ordering::Greater
+            }
+        }
     }
 }
 
