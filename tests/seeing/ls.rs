@@ -63,18 +63,18 @@ fn what_takes_over_a_second_says_so_on_a_terminal() {
     let server = Pid::from_raw(mount.server_pid().expect("a server"));
     let screen = Screen::leasefs(&mount, (80, 24), "ls; true");
     assert_eq!(screen.ended(), 0);
-    assert!(!screen.text().contains("reading keys"), "what is quick says nothing");
+    assert!(!screen.text().contains("waiting for the tree"), "what is quick says nothing");
     drop(screen);
     let gate = mount.scratch().join("gate");
     let script = format!("until [ -e {} ]; do sleep 0.01; done; {} ls", gate.display(), crate::common::LEASEFS);
     let screen = Screen::run(&mount, (80, 24), &script);
     kill(server, Signal::SIGSTOP).expect("the server");
     std::fs::write(&gate, "").expect("the gate");
-    screen.wait("progress", |lines| lines.iter().any(|line| line.contains("reading keys")));
+    screen.wait("progress", |lines| lines.iter().any(|line| line.contains("waiting for the tree: ")));
     kill(server, Signal::SIGCONT).expect("the server");
     assert_eq!(screen.ended(), 0);
     let text = screen.text();
-    assert!(!text.contains("reading keys") && text.contains("job"), "gone with the work: {text}");
+    assert!(!text.contains("waiting for the tree") && text.contains("job"), "gone with the work: {text}");
 }
 
 #[test]

@@ -24,7 +24,19 @@ pub struct Listing {
 /// # Errors
 /// Those of the tree, with what to do. Keys and namespaces that go meanwhile are none.
 pub fn walk(tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<Listing> {
-    let mut walk = Walk { tree, prefix, seen, listing: Listing::default() };
+    walk_through("status", tree, prefix, seen)
+}
+
+/// The same of the keys that have a file in `claims/` only: most of those that matter, and few where most keys are free.
+///
+/// # Errors
+/// As above.
+pub fn walk_files(tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<Listing> {
+    walk_through("claims", tree, prefix, seen)
+}
+
+fn walk_through(subtree: &'static str, tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<Listing> {
+    let mut walk = Walk { subtree, tree, prefix, seen, listing: Listing::default() };
     walk.namespace(prefix.rsplit_once('/').map_or("", |(namespace, _)| namespace), true)?;
     Ok(walk.listing)
 }
@@ -47,6 +59,7 @@ pub fn prefix(tree: &Tree, text: &str) -> Result<String> {
 }
 
 struct Walk<'a> {
+    subtree: &'static str,
     tree: &'a Tree,
     prefix: &'a str,
     seen: &'a mut dyn FnMut(&Status),
@@ -55,7 +68,8 @@ struct Walk<'a> {
 
 impl Walk<'_> {
     fn namespace(&mut self, namespace: &str, is_asked_for: bool) -> Result<()> {
-        let entries = match fs::read_dir(self.tree.status_path(namespace)) {
+        let directory = self.tree.root().join(self.subtree).join(namespace);
+        let entries = match fs::read_dir(&directory) {
             Ok(entries) => entries,
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !is_asked_for => {
                 self.listing.shut += 1;
@@ -65,7 +79,7 @@ impl Walk<'_> {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 return Ok(());
             }
-            Err(error) => return Err(trouble(self.tree.status_path(namespace).display(), error)),
+            Err(error) => return Err(trouble(directory.display(), error)),
         };
         for entry in entries {
             let entry = entry?;

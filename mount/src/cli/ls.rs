@@ -42,9 +42,10 @@ pub struct Args {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
+    let progress = Progress::new("waiting for the tree", None);
     let tree = Tree::find(&args.tree, std::slice::from_ref(&args.prefix))?;
     let prefix = listing::prefix(&tree, &args.prefix)?;
-    let progress = Progress::new("reading keys", None);
+    progress.next("reading keys", None);
     let Listing { mut found, shut } = listing::walk(&tree, &prefix, &mut |_| progress.add(1))?;
     drop(progress);
     found.retain(|status| args.all || status.state != "free" || status.waiters > 0);

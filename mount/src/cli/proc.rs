@@ -34,6 +34,8 @@ pub struct Stat {
     pub start_time: u64,
     /// It is a thread of the kernel, which has no files.
     pub is_kernel: bool,
+    /// It has ended, its files closed, and its parent has not heard yet.
+    pub has_ended: bool,
 }
 
 impl Pid {
@@ -42,9 +44,10 @@ impl Pid {
         Stat::of(pid).map(|stat| Pid { pid, start_time: stat.start_time })
     }
 
-    /// It is there, and none that took its number over.
+    /// It is there and has not ended, and is none that took its number over.
     pub fn is_there(self) -> bool {
-        self.pid != 0 && Pid::of(self.pid) == Some(self)
+        let is_itself = |stat: Stat| stat.start_time == self.start_time && !stat.has_ended;
+        self.pid != 0 && Stat::of(self.pid).is_some_and(is_itself)
     }
 
     /// It and its parents, as far as they can be seen.
@@ -76,6 +79,8 @@ impl Stat {
             parent: u32::try_from(number(4)?).ok()?,
             start_time: number(22)?,
             is_kernel: number(9)? & PF_KTHREAD != 0,
+            // The first thread may have ended while others go on.
+            has_ended: matches!(fields.first(), Some(&("Z" | "X"))) && number(20)? <= 1,
         })
     }
 }
@@ -184,7 +189,9 @@ mod tests {
     #[test]
     fn a_command_may_have_parentheses() {
         let text = "7 (a) b) (c) S 3 7 7 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 12345 0 0";
-        assert_eq!(Stat::parse(text), Some(Stat { parent: 3, start_time: 12345, is_kernel: false }));
+        let stat = Stat { parent: 3, start_time: 12345, is_kernel: false, has_ended: false };
+        assert_eq!(Stat::parse(text), Some(stat));
+        assert_eq!(Stat::parse(&text.replace(" S ", " Z ")), Some(Stat { has_ended: true, ..stat }));
         assert_eq!(Stat::parse("7 (x"), None);
     }
 

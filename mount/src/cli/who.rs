@@ -24,6 +24,9 @@ use scan::{Answer, Handle, Scan};
 
 mod scan;
 
+/// Longest command among others on one line.
+const IN_WORDS: usize = 30;
+
 /// Which key, and how to show it.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -284,7 +287,8 @@ pub fn in_words(person: &Person) -> String {
     let pid = person.process.pid;
     let command = proc::command_line(pid).filter(|_| person.process.is_there()).unwrap_or_else(|| NOTHING.to_owned());
     let fds = if person.fds.is_empty() { String::new() } else { format!(", fd {}", numbers(&person.fds)) };
-    format!("{pid} {} ({}{fds})", show::cell(&command), person.how.word())
+    let command = show::cell(&command);
+    format!("{pid} {} ({}{fds})", show::clip(&command, IN_WORDS), person.how.word())
 }
 
 fn numbers(fds: &[u32]) -> String {

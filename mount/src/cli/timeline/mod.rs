@@ -19,8 +19,10 @@ use super::tree::{self, Tree, TreeArgs};
 use super::{EXIT_NO, complain};
 use plan::{Bar, Plan, Row, Wait};
 
+mod mark;
 mod plan;
 mod svg;
+mod text;
 
 /// Which keys, and how far back.
 #[derive(clap::Args, Debug)]
@@ -55,6 +57,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if io::stdout().is_terminal() {
         bail!("timeline: writes SVG, which no terminal shows: send it to a file, as in `leasefs timeline > now.svg`");
     }
+    let progress = Progress::new("waiting for the tree", None);
     let (dir, tree) = match &args.state {
         Some(dir) => (dir.clone(), None),
         None => {
@@ -65,9 +68,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let wanted: Vec<String> = args.keys.iter().map(|text| selection(text, tree.as_ref())).collect::<Result<_>>()?;
     let is_wanted = |key: &str| {
         wanted.is_empty()
-            || wanted.iter().any(|text| key == text || (text.ends_with('/') && key.starts_with(text.as_str())))
+            || wanted
+                .iter()
+                .any(|text| text.is_empty() || key == text || (text.ends_with('/') && key.starts_with(text.as_str())))
     };
-    let progress = Progress::new("reading the history", None);
+    progress.next("reading the history", None);
     let mut rows = attempts(&dir, is_wanted)?;
     if let Some(tree) = &tree {
         progress.next("reading who waits", None);

@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
+use super::mark::Mark;
 use super::plan::{Bar, Plan, Row};
+use super::text::{escaped, middle_out};
 use crate::cli::show::{self, width};
 
 /// Of the whole drawing.
@@ -25,7 +27,7 @@ const ROW_GAP: f64 = 12.0;
 /// So that the shortest attempt is seen.
 const NARROWEST: f64 = 1.5;
 /// Between two marks of one kind in a row, that they can be told apart.
-const MARK_GAP: f64 = 4.0;
+const MARK_GAP: f64 = 9.0;
 
 const WAIT_COLOUR: &str = "#8a8f98";
 const WAITING_COLOUR: &str = "#b8860b";
@@ -117,7 +119,7 @@ fn title(out: &mut impl Write, plan: &Plan) -> io::Result<()> {
     let keys = plan.rows.len();
     let attempts: usize = plan.rows.values().map(|row| row.bars.len()).sum();
     let plural = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
-    let mut text = format!("{}   {}   {}, {}", plan.place, plan.day, plural(keys, "key"), plural(attempts, "attempt"));
+    let mut text = format!("{} · {} · {}, {}", plan.place, plan.day, plural(keys, "key"), plural(attempts, "attempt"));
     if plan.keys_left_out + plan.bars_left_out > 0 {
         let _ = write!(text, " ({} and {} not drawn)", plural(plan.keys_left_out, "key"), plan.bars_left_out);
     }
@@ -129,7 +131,7 @@ fn title(out: &mut impl Write, plan: &Plan) -> io::Result<()> {
     let y = 34.0;
     for Outcome { name, fill, words } in &OUTCOMES {
         writeln!(out, "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"14\" height=\"10\" fill=\"{fill}\"/>")?;
-        if let Some(mark) = mark_of(name) {
+        if let Some(mark) = Mark::of(name) {
             mark.draw(out, x + 7.0, y + 5.0, "")?;
         }
         writeln!(out, "<text x=\"{:.1}\" y=\"{:.1}\">{words}</text>", x + 19.0, y + 9.0)?;
@@ -320,42 +322,6 @@ fn tooltip(bar: &Bar, now_ms: i64) -> String {
     text
 }
 
-/// What deserves to be seen in a row of many bars.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mark {
-    Commit,
-    Expiry,
-    Eviction,
-    Loss,
-}
-
-fn mark_of(outcome: &str) -> Option<Mark> {
-    match outcome {
-        "expired" => Some(Mark::Expiry),
-        "evicted" => Some(Mark::Eviction),
-        "lost" => Some(Mark::Loss),
-        _ => None,
-    }
-}
-
-impl Mark {
-    fn draw(self, out: &mut impl Write, x: f64, y: f64, title: &str) -> io::Result<()> {
-        let (class, shape) = match self {
-            Mark::Commit => ("commit", format!("M{x:.1} {:.1}l4 4l-4 4l-4 -4z", y - 4.0)),
-            Mark::Expiry => ("expiry", format!("M{:.1} {:.1}h6l-6 6h6z", x - 3.0, y - 3.0)),
-            Mark::Eviction => ("eviction", format!("M{:.1} {:.1}l6 6m0 -6l-6 6", x - 3.0, y - 3.0)),
-            Mark::Loss => ("loss", format!("M{:.1} {y:.1}a3 3 0 1 0 6 0a3 3 0 1 0 -6 0", x - 3.0)),
-        };
-        let look = match self {
-            Mark::Commit => "fill=\"#ffffff\" stroke=\"#00563f\" stroke-width=\"1.5\"",
-            Mark::Eviction => "fill=\"none\" stroke=\"#1a1a1a\" stroke-width=\"2\"",
-            _ => "fill=\"#ffffff\" stroke=\"#1a1a1a\" stroke-width=\"1.2\"",
-        };
-        let title = if title.is_empty() { String::new() } else { format!("<title>{}</title>", escaped(title)) };
-        writeln!(out, "<path class=\"mark {class}\" d=\"{shape}\" {look}>{title}</path>")
-    }
-}
-
 /// Marks over the bars, so far apart that each can be seen.
 fn marks(out: &mut impl Write, frame: &Frame, row: &Row, y: f64) -> io::Result<()> {
     let plan = frame.plan;
@@ -363,7 +329,7 @@ fn marks(out: &mut impl Write, frame: &Frame, row: &Row, y: f64) -> io::Result<(
     for bar in &row.bars {
         let commit =
             bar.committed_ms.map(|at_ms| (Mark::Commit, at_ms, format!("epoch {}: result committed", bar.epoch)));
-        let end = bar.outcome.as_deref().and_then(mark_of).zip(bar.ended_ms);
+        let end = bar.outcome.as_deref().and_then(Mark::of).zip(bar.ended_ms);
         let end = end.map(|(mark, at_ms)| {
             let outcome = bar.outcome.as_deref().unwrap_or_default();
             (mark, at_ms, format!("epoch {}: {outcome}", bar.epoch))
@@ -376,47 +342,13 @@ fn marks(out: &mut impl Write, frame: &Frame, row: &Row, y: f64) -> io::Result<(
             let before = &mut last[mark as usize];
             if before.0.is_none() || x - before.1 >= MARK_GAP {
                 *before = (Some(mark), x);
-                mark.draw(out, x, y + BAR_HEIGHT / 2.0, &title)?;
+                // Results above, so that both are seen where an attempt ends with its result.
+                let down = if mark == Mark::Commit { 1.0 } else { BAR_HEIGHT - 5.0 };
+                mark.draw(out, x, y + down, &title)?;
             }
         }
     }
     Ok(())
-}
-
-/// A text shortened in its middle: the end of a key says as much as its beginning.
-fn middle_out(text: &str, most: usize) -> String {
-    if width(text) <= most {
-        return text.to_owned();
-    }
-    let head = most / 2;
-    let mut tail = String::new();
-    for c in text.chars().rev() {
-        if width(&tail) + width(c.encode_utf8(&mut [0; 4])) + head + 1 > most {
-            break;
-        }
-        tail.insert(0, c);
-    }
-    let mut shown = show::clip(text, head + 1).into_owned();
-    shown.push_str(&tail);
-    shown
-}
-
-/// Text as XML has it. Control characters were made readable before; the few others that XML has no way to write are
-/// replaced.
-fn escaped(text: &str) -> String {
-    let mut safe = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => safe.push_str("&amp;"),
-            '<' => safe.push_str("&lt;"),
-            '>' => safe.push_str("&gt;"),
-            '"' => safe.push_str("&quot;"),
-            '\u{fffe}' | '\u{ffff}' => safe.push('\u{fffd}'),
-            c if c.is_control() && c != '\n' => safe.push('\u{fffd}'),
-            c => safe.push(c),
-        }
-    }
-    safe
 }
 
 #[cfg(test)]
@@ -498,13 +430,5 @@ mod tests {
             Bar { waited_ms: 1_000, ..bar(2, 40_000, 1, "released") },
         ];
         assert_eq!(lanes(&Row { bars, waiting: vec![] }, NOW, 0).count, 1);
-    }
-
-    #[test]
-    fn long_keys_keep_both_ends() {
-        assert_eq!(middle_out("short", 10), "short");
-        let shown = middle_out(&format!("team/{}/build", "x".repeat(90)), 20);
-        assert!(shown.starts_with("team/xxxxx…") && shown.ends_with("/build") && width(&shown) == 20, "{shown}");
-        assert!(width(&middle_out(&"鍵".repeat(40), 21)) <= 21);
     }
 }

@@ -6,18 +6,17 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph, Wrap};
 
+use super::details;
 use super::model::{Column, Entry, Model};
-use crate::cli::ls;
-use crate::cli::proc;
-use crate::cli::show::{self, NOTHING, clip, width};
+use crate::cli::show::{self, clip, width};
 use crate::cli::table::{self, Table};
 
 /// Between two columns.
 const GAP: usize = 1;
 /// Fewest lines of keys that details may leave.
 const FEWEST: u16 = 6;
-/// Most of those in line that are named.
-const IN_LINE: usize = 20;
+/// Most lines of what a person must not miss.
+const MOST_ALARMS: u16 = 3;
 /// What gives way first where columns do not fit.
 const LEAST: [Column; 5] = [Column::Container, Column::Epoch, Column::Ttl, Column::Pid, Column::Agent];
 
@@ -103,10 +102,10 @@ pub fn screen(frame: &mut Frame, model: &mut Model, is_coloured: bool) -> View {
     let area = frame.area();
     frame.render_widget(Clear, area);
     let alarms = alarms(model);
-    let alarm_lines = u16::try_from(alarms.len()).unwrap_or(0).min(3);
+    let alarm_lines = alarms.iter().map(|text| details::height_of(text, area.width)).sum::<u16>().min(MOST_ALARMS);
     let rest = area.height.saturating_sub(alarm_lines + 3);
     let details = if model.shows_details && !model.is_empty() && rest > FEWEST + 5 {
-        (rest - FEWEST).min(9.max(area.height / 3))
+        details::height(model, area.width).clamp(5, 9.max(area.height / 3)).min(rest - FEWEST)
     } else {
         0
     };
@@ -120,14 +119,11 @@ pub fn screen(frame: &mut Frame, model: &mut Model, is_coloured: bool) -> View {
     ])
     .areas(area);
     header(frame, head, model, palette);
-    let lines: Vec<Line> = alarms
-        .iter()
-        .map(|text| Line::styled(clip(text, usize::from(alarm.width)).into_owned(), palette.alarm()))
-        .collect();
-    frame.render_widget(Paragraph::new(lines), alarm);
+    let lines: Vec<Line> = alarms.into_iter().map(|text| Line::styled(text, palette.alarm())).collect();
+    frame.render_widget(Paragraph::new(lines).wrap(Wrap { trim: true }), alarm);
     let view = list(frame, (heads, keys), model, palette);
     if details > 0 {
-        everything(frame, below, model, palette);
+        details::draw(frame, below, model, palette.fg(Color::Blue));
     }
     footer(frame, foot, model, palette);
     view
@@ -201,10 +197,10 @@ fn list(frame: &mut Frame, (heads, area): (Rect, Rect), model: &mut Model, palet
         .iter()
         .enumerate()
         .map(|(at, column)| {
-            (*column, cells.iter().map(|row| width(&row[at])).max().unwrap_or(0).max(head_width(*column)))
+            (*column, cells.iter().map(|row| width(&row[at])).max().unwrap_or(0).max(head_width(*column, model.sort)))
         })
         .collect();
-    let widths = fit(&wanted, usize::from(area.width));
+    let widths = fit(&wanted, model.sort, usize::from(area.width));
 
     let mut head = Vec::new();
     for (column, wide) in columns.iter().zip(&widths) {
@@ -254,8 +250,8 @@ fn list(frame: &mut Frame, (heads, area): (Rect, Rect), model: &mut Model, palet
 }
 
 /// A head is marked where it is sorted by.
-fn head_width(column: Column) -> usize {
-    column.head().len() + 1
+fn head_width(column: Column, sort: Column) -> usize {
+    column.head().len() + usize::from(column == sort)
 }
 
 fn line_of(cells: Vec<(String, Style)>) -> Line<'static> {
@@ -277,7 +273,7 @@ fn padded(text: &str, wide: usize, is_right: bool) -> String {
 
 /// What each column takes of the width; none for those that are left out. The widest of those that may gives way first,
 /// then whole columns, those that say least first.
-fn fit(wanted: &[(Column, usize)], total: usize) -> Vec<Option<usize>> {
+fn fit(wanted: &[(Column, usize)], sort: Column, total: usize) -> Vec<Option<usize>> {
     let mut widths: Vec<Option<usize>> = wanted.iter().map(|(_, wide)| Some(*wide)).collect();
     let mut leave_out = LEAST.into_iter();
     loop {
@@ -288,7 +284,7 @@ fn fit(wanted: &[(Column, usize)], total: usize) -> Vec<Option<usize>> {
         while taken(&widths) > total {
             let room = |at: usize| {
                 let (column, least) = (wanted[at].0, least(wanted[at].0)?);
-                widths[at].filter(|wide| *wide > least.max(head_width(column)))
+                widths[at].filter(|wide| *wide > least.max(head_width(column, sort)))
             };
             let Some(widest) = (0..widths.len()).filter(|at| room(*at).is_some()).max_by_key(|at| widths[*at]) else {
                 break;
@@ -304,90 +300,6 @@ fn fit(wanted: &[(Column, usize)], total: usize) -> Vec<Option<usize>> {
         for (width, (other, wide)) in widths.iter_mut().zip(wanted) {
             *width = width.filter(|_| *other != column).map(|_| *wide);
         }
-    }
-}
-
-/// Everything about the selected key.
-fn everything(frame: &mut Frame, area: Rect, model: &Model, palette: Palette) {
-    let Some(entry) = model.selected() else { return };
-    let (status, now_ms) = (&entry.status, show::now_ms());
-    let rule = format!("─ {} ", show::plain(&status.key));
-    let rule = clip(&rule, usize::from(area.width)).into_owned();
-    let rest = usize::from(area.width).saturating_sub(width(&rule));
-    let mut lines = vec![Line::styled(format!("{rule}{}", "─".repeat(rest)), palette.fg(Color::Blue))];
-    let mut add = |name: &str, text: String| {
-        let name = Span::styled(format!("{name:8}"), Style::new().add_modifier(Modifier::BOLD));
-        lines.push(Line::from(vec![name, Span::raw(text)]));
-    };
-    let ago = |time: &Option<String>| time.as_deref().and_then(show::parse_ms).map(|at| show::span(now_ms - at));
-    let mut state = format!("{}, epoch {}", status.state, status.epoch);
-    if let Some(age) = ls::age_ms(status, now_ms) {
-        state += &format!(", for {}", show::span(age));
-    }
-    if let Some(via) = &status.via {
-        state += &format!(", by {via}");
-    }
-    if status.holder.is_some() {
-        if let Some(renewed) = ago(&status.renewed) {
-            state += &format!(", renewed {renewed} ago");
-        }
-        if let Some(left) = ls::left_ms(status, now_ms) {
-            state += &format!(", ends in {}", show::span(left));
-        }
-    }
-    if let Some(outcome) = &status.outcome {
-        state += &format!("; the one before {outcome}");
-    }
-    add("state", state);
-    if let Some(why) = &status.orphaned_why {
-        add("because", show::plain(why));
-    }
-    if let Some(holder) = &status.holder {
-        let is_there = proc::holder(status).is_some_and(proc::Pid::is_there);
-        let command = proc::command_line(holder.pid).filter(|_| is_there).unwrap_or_else(|| holder.command.clone());
-        let agent = status.agent.as_ref().map_or_else(String::new, |agent| format!(", agent {}", show::plain(agent)));
-        let container = entry.container.as_ref().map_or_else(String::new, |name| format!(", in {}", show::plain(name)));
-        add("holder", format!("{} {} (uid {}{agent}{container})", holder.pid, show::cell(&command), holder.uid));
-    }
-    if let Some(note) = status.note.as_deref().filter(|note| !note.is_empty()) {
-        add("note", show::plain(note.trim_end()));
-    }
-    if let Some(result) = &status.result {
-        let committed = ago(&Some(result.committed.clone())).unwrap_or_else(|| NOTHING.to_owned());
-        add("result", format!("{} bytes, of epoch {}, committed {committed} ago", result.size, result.epoch));
-    }
-    if status.waiters > 0 {
-        add("line", line_in_words(entry, now_ms));
-    }
-    if status.sharers > 0 {
-        let sharing =
-            status.sharing.iter().take(IN_LINE).map(|who| format!("{} {}", who.pid, show::cell(&who.command)));
-        let mut names = sharing.collect::<Vec<_>>().join(", ");
-        if status.sharers > IN_LINE as u64 {
-            names += &format!(" and {} more", status.sharers - IN_LINE as u64);
-        }
-        add("shared", names);
-    }
-    if status.holder.is_some() {
-        add("who", model.who().map_or_else(|| "…".to_owned(), |lines| lines.join(", ")));
-    }
-    frame.render_widget(Paragraph::new(lines).wrap(Wrap { trim: false }), area);
-}
-
-/// Who waits, for how long, in order.
-fn line_in_words(entry: &Entry, now_ms: i64) -> String {
-    let status = &entry.status;
-    let named = status.line.iter().take(IN_LINE).map(|waiting| {
-        let wait = show::parse_ms(&waiting.since).map_or_else(|| NOTHING.to_owned(), |at| show::span(now_ms - at));
-        let shared = if waiting.mode == "shared" { ", to share it" } else { "" };
-        format!("{} {} ({wait}{shared})", waiting.pid, show::cell(&waiting.command))
-    });
-    let named: Vec<String> = named.collect();
-    let more = usize::try_from(status.waiters).unwrap_or(usize::MAX).saturating_sub(named.len());
-    match (named.is_empty(), more) {
-        (true, more) => format!("{more} wait"),
-        (false, 0) => named.join(", "),
-        (false, more) => format!("{} and {more} more", named.join(", ")),
     }
 }
 
@@ -407,7 +319,7 @@ fn footer(frame: &mut Frame, area: Rect, model: &Model, palette: Palette) {
                 .iter()
                 .map(|column| format!("{} {}", column.letter(), column.head().to_lowercase()))
                 .collect();
-            let long = format!("q quit  / filter  {free}  ⏎ details  r turn round  sort by: {}", names.join("  "));
+            let long = format!("q quit  / filter  {free}  ⏎ details  r turn round  sort: {}", names.join(" "));
             let text = if width(&long) <= usize::from(area.width) { long } else { text };
             Line::styled(clip(&text, usize::from(area.width)).into_owned(), Style::new().add_modifier(Modifier::DIM))
         }

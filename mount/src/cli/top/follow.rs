@@ -32,7 +32,7 @@ const SCREEN: Duration = Duration::from_secs(3);
 const RINGS: Duration = Duration::from_secs(1);
 /// Between two readings of everything.
 const EVERYTHING: Duration = Duration::from_secs(10);
-/// Keys told of at a time.
+/// Most keys told of at a time.
 const BATCH: usize = 256;
 /// Most containers remembered.
 const CONTAINERS: usize = 10_000;
@@ -236,16 +236,20 @@ impl<T: Fn(News) -> bool> Following<T> {
         let mut batch = Vec::new();
         self.with_line.clear();
         let (tell, containers, with_line) = (&self.tell, &mut self.containers, &mut self.with_line);
-        let mut is_heard = true;
-        let listing = listing::walk(&self.tree, &self.prefix, &mut |status| {
+        let (mut is_heard, mut sent) = (true, Instant::now());
+        let mut hear = |status: &Status| {
             if status.waiters > 0 {
                 with_line.insert(status.key.clone(), status.clone());
             }
             batch.push((status.key.clone(), Some(containers.entry(status.clone()))));
-            if batch.len() >= BATCH {
+            if batch.len() >= BATCH || sent.elapsed() >= PAUSE {
+                sent = Instant::now();
                 is_heard &= tell(News::Changed(std::mem::take(&mut batch)));
             }
-        })?;
+        };
+        // Those that are held come first, however many are free.
+        listing::walk_files(&self.tree, &self.prefix, &mut hear)?;
+        let listing = listing::walk(&self.tree, &self.prefix, &mut hear)?;
         is_heard &= tell(News::Changed(batch));
         let keys = listing.found.into_iter().map(|status| status.key).collect();
         Ok(is_heard && tell(News::Loaded { keys, shut: listing.shut }))

@@ -1,6 +1,7 @@
 //! `leasefs top`: the keys that are held, as they are now, on a terminal.
 //!
-//! [`model`] is what is known and how it is ordered, [`draw`] what of it fits on a screen, [`follow`] what finds it out:
+//! [`model`] is what is known and how it is ordered, [`draw`] what of it fits on a screen, [`details`] the part of that
+//! about one key, [`follow`] what finds it out:
 //! threads of its own ask the tree, so a tree that hangs leaves the screen and its keys at work. Here keys, news and the
 //! clock meet.
 
@@ -22,6 +23,7 @@ use super::tree::{Tree, TreeArgs};
 use follow::{Follower, News};
 use model::{Column, Model};
 
+mod details;
 mod draw;
 mod follow;
 mod model;
