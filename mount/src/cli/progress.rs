@@ -36,6 +36,11 @@ impl Progress {
         self.bar.inc(steps);
     }
 
+    /// So many steps are done by now.
+    pub fn set(&self, steps: u64) {
+        self.bar.set_position(steps);
+    }
+
     /// Another part of the work begins, of so many steps where that is known.
     pub fn next(&self, doing: &str, of: Option<u64>) {
         self.bar.reset();

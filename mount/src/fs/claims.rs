@@ -209,7 +209,7 @@ impl LeaseFs {
         let wait = wait.map(|(waiter, _)| waiter);
         self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
         if let Some(waiter) = wait.filter(|waiter| self.engine.is_waiting(*waiter)) {
-            self.watcher.add(Wait::Lock(waiter), req.pid());
+            self.watcher.add(Wait::Lock(waiter), req.unique(), req.pid());
             // Its answer may have come in between, and has found nothing to take off the watch.
             if !self.engine.is_waiting(waiter) {
                 self.watcher.remove(Wait::Lock(waiter));
