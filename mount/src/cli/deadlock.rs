@@ -14,7 +14,7 @@ use std::path::Path;
 use anyhow::Result;
 use leasefs::Key;
 
-use super::proc::Pid;
+use super::proc::{self, Pid};
 use super::show;
 use super::tree::{Status, Tree};
 
@@ -129,7 +129,7 @@ fn in_words(ring: &[usize], held: &[Held]) -> String {
     let cure = format!("end one of them, or `leasefs evict {} --epoch {}`", key(ring[0]), first.epoch);
     if ring.len() == 1 {
         return format!(
-            "deadlock: {} of {} is waited for by itself or a child of it: {cure}",
+            "deadlock: {} of {} is waited for by itself, a child of it, or whom it holds it for: {cure}",
             key(ring[0]),
             who(first)
         );
@@ -155,18 +155,20 @@ pub fn among<'a>(root: &Path, statuses: impl IntoIterator<Item = &'a Status>) ->
 
 /// The ring that a key is in, in words; none where there is none, or it cannot be seen. Looks only at the keys that those
 /// in line hold, so it is cheap however large the tree is.
-///
-/// # Errors
-/// Those of the tree.
-pub fn ring_through(tree: &Tree, key: &Key) -> Result<Option<String>> {
+pub fn ring_through(tree: &Tree, key: &Key) -> Option<String> {
+    // A warning that cannot be given is no reason to fail.
+    find_through(tree, key).ok().flatten()
+}
+
+fn find_through(tree: &Tree, key: &Key) -> Result<Option<String>> {
     let mut known: HashMap<String, Held> = HashMap::new();
     let mut ahead = VecDeque::from([key.as_str().to_owned()]);
     let mut seen: HashSet<String> = HashSet::from([key.as_str().to_owned()]);
     while let Some(path) = ahead.pop_front() {
         let Ok(parsed) = Key::parse(&path) else { continue };
         let Some(held) = tree.status(&parsed)?.as_ref().and_then(Held::of) else { continue };
-        for process in held.line.iter().flat_map(|waiter| waiter.family()) {
-            for open in keys_open_in(tree.root(), process.pid) {
+        for pid in keepers(&held.line) {
+            for open in keys_open_in(tree.root(), pid) {
                 if seen.len() < MOST_KEYS && seen.insert(open.clone()) {
                     ahead.push_back(open);
                 }
@@ -178,6 +180,20 @@ pub fn ring_through(tree: &Tree, key: &Key) -> Result<Option<String>> {
     let kin = Kin::of(tree.root(), &held);
     let found = rings(&held, |key, waiter| kin.kept_by(key, waiter));
     Ok(found.into_iter().find(|ring| ring.keys.iter().any(|member| member == key.as_str())).map(|ring| ring.text))
+}
+
+/// The processes that may have what these keep from being let go: themselves, their parents, and what is bound to any.
+fn keepers(line: &[Pid]) -> HashSet<u32> {
+    let mut keepers: HashSet<u32> = line.iter().flat_map(|waiter| waiter.family()).map(|process| process.pid).collect();
+    let is_bound = |pid: &u32| is_holder(*pid) && bound_to(*pid).iter().any(|bound| keepers.contains(bound));
+    let bound: Vec<u32> = proc::all().into_iter().filter(is_bound).collect();
+    keepers.extend(bound);
+    keepers
+}
+
+/// It is one of those processes that `leasefs claim` leaves behind to hold a key.
+fn is_holder(pid: u32) -> bool {
+    proc::name(pid).is_some_and(|name| name.starts_with("leasefs"))
 }
 
 /// Keys of this tree that a process has open, by the names its descriptors show, in its own mount namespace or ours.
@@ -209,10 +225,10 @@ impl<'a> Kin<'a> {
     fn of(root: &'a Path, held: &'a [Held]) -> Kin<'a> {
         let mut kin = Kin { root, bound: HashMap::new(), inherited: HashMap::new() };
         for key in held {
-            for (holder, command) in &key.holders {
+            for (holder, _) in &key.holders {
                 if !holder.is_there() {
                     kin.inherited.insert(&key.key, *holder);
-                } else if command == "leasefs" {
+                } else if is_holder(holder.pid) {
                     for bound in bound_to(holder.pid) {
                         kin.bound.entry(bound).or_default().push(*holder);
                     }
@@ -293,7 +309,7 @@ mod tests {
         let family = |_: &Held, waiter: Pid| if waiter.pid == 5 { vec![waiter, process(1)] } else { vec![waiter] };
         let found = rings(&[held("a", 1, &[5])], family);
         assert_eq!(keys(&found), [["a"]]);
-        assert!(found[0].text.contains("waited for by itself or a child of it"), "{}", found[0].text);
+        assert!(found[0].text.contains("waited for by itself, a child of it"), "{}", found[0].text);
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         writeln!(out, "{}", status.json)?;
     } else {
         write_block(&mut out, &tree, &key, &status)?;
-        if let Some(ring) = deadlock::ring_through(&tree, &key)? {
+        if let Some(ring) = deadlock::ring_through(&tree, &key) {
             complain(ring);
         }
     }
