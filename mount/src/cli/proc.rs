@@ -68,7 +68,7 @@ impl Pid {
 impl Stat {
     /// Reads it; none if the process is gone.
     pub fn of(pid: u32) -> Option<Stat> {
-        Stat::parse(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+        Stat::parse(&read(pid, "stat")?)
     }
 
     /// Any character may be in the command, so the last `)` ends it.
@@ -91,6 +91,12 @@ pub fn holder(status: &Status) -> Option<Pid> {
     (holder.pid != 0).then_some(Pid { pid: holder.pid, start_time: holder.start_time })
 }
 
+/// A file of a process. Names in it are whatever its user chose, so they need not be UTF-8.
+fn read(pid: u32, file: &str) -> Option<String> {
+    let bytes = fs::read(format!("/proc/{pid}/{file}")).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
 /// Every process that `/proc` lists.
 pub fn all() -> Vec<u32> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -101,7 +107,7 @@ pub fn all() -> Vec<u32> {
 
 /// The user a process acts as; none if it is gone.
 pub fn uid(pid: u32) -> Option<u32> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let status = read(pid, "status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
     // Real, effective, saved, of the filesystem.
     line.split_ascii_whitespace().nth(1)?.parse().ok()
@@ -109,8 +115,7 @@ pub fn uid(pid: u32) -> Option<u32> {
 
 /// Its name, as `comm` has it.
 pub fn name(pid: u32) -> Option<String> {
-    let comm = fs::read(format!("/proc/{pid}/comm")).ok()?;
-    Some(String::from_utf8_lossy(&comm).trim_end().to_owned())
+    read(pid, "comm").map(|comm| comm.trim_end().to_owned())
 }
 
 /// Its command line, a blank between arguments; its name where it has none.
@@ -133,7 +138,7 @@ pub fn began_ms(start_time: u64) -> Option<i64> {
 /// Where a process runs, by its control group: a container (`docker:0123456789ab`) or a service (`cron.service`); none
 /// where it is in neither, or gone.
 pub fn container(pid: u32) -> Option<String> {
-    container_in(&fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?)
+    container_in(&read(pid, "cgroup")?)
 }
 
 fn container_in(cgroups: &str) -> Option<String> {

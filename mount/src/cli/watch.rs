@@ -28,8 +28,8 @@ stale (a handle that lost its lease was refused), shared, unshared, forgotten. `
 this reader was too slow, or the server started anew; what is so now, `leasefs ls` shows. Goes on through restarts and
 upgrades of the server, until Ctrl-C.
 
-Exit codes: 0 --count events were shown, or the reader closed the pipe; 1 -w was over before --count events came; 2 bad
-usage or failure.")]
+Exit codes: 0 as many events as --count says were shown, -w was over and no --count given, or its reader closed the pipe; 1
+-w was over before so many came; 2 bad usage or failure.")]
 pub struct Args {
     /// Only keys that begin with this; `team/` for the keys of a namespace
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]

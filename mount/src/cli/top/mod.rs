@@ -44,7 +44,7 @@ age, TTL left, line and longest wait; r turns the order round.
 CONTAINER is the container, or else the service, of a holder that can be seen. Where the screen is narrow, columns that say
 less are left out. A line in red tells of processes that wait for each other in a ring.
 
-Exit codes: 0; 2 bad usage or failure.")]
+Exit codes: 0 ended by q, a signal, or after one table; 2 bad usage or failure.")]
 pub struct Args {
     /// Only keys that begin with this; `team/` for the keys of a namespace
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
