@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use common::agent::{Agent, Fd, Script, Stray, count, has_ended};
-use common::{Background, LEASEFS, Mount, assert_ok, wait_for};
+use common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// filelock 634: a child that inherited the lock object released the parent's lock when it was garbage-collected.
 #[test]
@@ -416,4 +416,30 @@ fn a_holder_in_another_pid_namespace_is_not_taken_for_dead() {
     assert_refused(&mount);
     assert_eq!(mount.state_of("page"), "orphaned");
     drop(holder);
+
+/// aidevops 18094: a daemon that a script started inherited the lock file's descriptor, so the lock stayed taken by nobody
+/// that could be found, and the cure was to delete the file.
+#[test]
+fn a_daemon_that_inherited_the_handle_is_shown_and_can_be_evicted() {
+    let mount = Mount::new();
+    let mut script = Script::start(&mount, "exec 9<>$M/claims/k; flock 9; setsid sleep 1000 >&- & echo $!; read -r _");
+    let daemon = Stray(script.line().expect("a pid").parse().expect("a pid"));
+    script.say("");
+    script.wait();
+    let status = mount.status("k");
+    assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "the daemon has it");
+    let who = mount.leasefs(&["who", "k"]);
+    assert_ok(&who);
+    let (table, pid) = (stdout(&who), daemon.0.to_string());
+    let lines: Vec<Vec<&str>> = table.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(lines.len(), 1, "nobody else: {table}");
+    assert_eq!((lines[0][0], lines[0][3], lines[0][4]), (pid.as_str(), "inherited", "9"), "{table}");
+    assert!(table.trim_end().ends_with("sleep 1000"), "{table}");
+    assert_ok(&mount.leasefs(&["evict", "k", "--epoch", "1", "--reason", "a daemon inherited it"]));
+    let next = Agent::new();
+    let fd = next.create(&mount.claim("k")).expect("free, though the daemon lives");
+    assert_eq!(next.epoch(fd), Ok(2));
+    assert!(!has_ended(daemon.0), "nobody was killed for it");
+    let who = stdout(&mount.leasefs(&["who", "k"]));
+    assert!(who.contains(&next.pid().to_string()) && !who.contains(&pid), "{who}");
 }

@@ -23,7 +23,9 @@ use serde_json::json;
 
 use super::backup::keep_servers_off;
 use super::order::send_text as send;
+use super::progress::Progress;
 use super::show;
+use super::table::{Column, Look, Table};
 use super::tree::{self, Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain};
 
@@ -160,10 +162,9 @@ fn order_it(tree: &Tree, order: &str) -> io::Result<()> {
         let (done, is_done) = mpsc::channel::<()>();
         if io::stderr().is_terminal() {
             scope.spawn(move || {
-                let began = pruned_so_far(tree);
+                let (progress, began) = (Progress::new("attempts that are gone", None), pruned_so_far(tree));
                 while is_done.recv_timeout(Duration::from_secs(1)) == Err(mpsc::RecvTimeoutError::Timeout) {
-                    let gone = pruned_so_far(tree).saturating_sub(began);
-                    let _ = writeln!(io::stderr(), "leasefs: prune: {gone} attempts are gone so far");
+                    progress.set(pruned_so_far(tree).saturating_sub(began));
                 }
             });
         }
@@ -229,11 +230,12 @@ fn print(went: &[Candidate], dry_run: bool, json: bool) -> Result<()> {
         writeln!(out, "{all}")?;
     } else {
         if !keys.is_empty() {
-            let row = |(key, sum): (&&str, &Sum)| {
-                [show::plain(key), sum.attempts.to_string(), sum.results.to_string(), sum.bytes.to_string()]
-            };
-            let rows: Vec<_> = keys.iter().map(row).collect();
-            show::table(&mut out, ["KEY", "ATTEMPTS", "RESULTS", "BYTES"], &rows)?;
+            let mut table = Table::new(["KEY", "ATTEMPTS", "RESULTS", "BYTES"].map(Column::new));
+            for (key, sum) in &keys {
+                let numbers = [sum.attempts, sum.results, sum.bytes].map(|number| number.to_string());
+                table.push([show::plain(key)].into_iter().chain(numbers));
+            }
+            table.write(&mut out, Look::plain())?;
         }
         let how = if dry_run { "would go" } else { "gone" };
         writeln!(out, "{how}: {attempts} attempts, {results} results ({bytes} bytes), of {} keys", keys.len())?;
