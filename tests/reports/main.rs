@@ -416,6 +416,7 @@ fn a_holder_in_another_pid_namespace_is_not_taken_for_dead() {
     assert_refused(&mount);
     assert_eq!(mount.state_of("page"), "orphaned");
     drop(holder);
+}
 
 /// aidevops 18094: a daemon that a script started inherited the lock file's descriptor, so the lock stayed taken by nobody
 /// that could be found, and the cure was to delete the file.

@@ -80,7 +80,7 @@ impl LeaseFs {
     }
 
     fn park_order(&self, req: &Caller, length: u32, reply: ReplyWrite) -> Option<u64> {
-        let Some(place) = self.flight.park(req.unique()) else {
+        let Some((place, _)) = self.flight.park(req.unique(), clock::now().boot_ns) else {
             reply.error(Errno::ENOMEM);
             return None;
         };
