@@ -448,11 +448,7 @@ fn flock(file: &File, operation: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Sets the time to live of the attempt that holds the file's key.
-///
-/// # Errors
-/// Those of `fsetxattr(2)`.
-pub /// Renews the lease that this handle has.
+/// Renews the lease that this handle has.
 fn renew_by(file: &File) -> nix::Result<()> {
     match futimens(file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
         // The kernel does not say through which handle, so that is for the process alone that took the lease. This may
@@ -463,7 +459,11 @@ fn renew_by(file: &File) -> nix::Result<()> {
     }
 }
 
-fn set_ttl(file: &File, ttl: Ttl) -> io::Result<()> {
+/// Sets the time to live of the attempt that holds the file's key.
+///
+/// # Errors
+/// Those of `fsetxattr(2)`.
+pub fn set_ttl(file: &File, ttl: Ttl) -> io::Result<()> {
     set_attribute(file, c"user.lease.ttl", &ttl.to_string())
 }
 
