@@ -26,6 +26,11 @@ use crate::time::Now;
 /// What one step takes on. So many rows are deleted in about the time that a sync takes.
 const STEP: Limits = Limits { candidates: 64, keys: 4_096 };
 
+/// As how many transactions a step counts: it changes as many pages.
+const COMMITS_PER_STEP: u64 = 20;
+/// Steps between two checkpoints where nobody else does any.
+const STEPS_PER_CHECKPOINT: usize = 64;
+
 /// A result's file, by its key and attempt.
 pub type ResultFile = (KeyId, Epoch);
 
@@ -134,6 +139,7 @@ impl Engine {
             let epoch = inner.keys.get(&key).map_or(Epoch(0), |entry| entry.state.epoch);
             inner.announce(now, Kind::Pruned, key, epoch, Detail::Pruned(events::Pruned { attempts, results }));
         }
+        self.count_commits(&mut inner, if pruned.is_empty() { 0 } else { COMMITS_PER_STEP });
         self.publish_hints(&inner);
     }
 
@@ -165,18 +171,22 @@ pub fn prune_unserved(
 ) -> Result<(), Error> {
     let mut reader = registry.reader()?;
     let mut files_gone = remove_files(results, reader.pruned_files()?, HashSet::new);
+    let mut checkpointer = registry.checkpointer()?;
     let mut place = Place::default();
-    loop {
+    for step in 1_usize.. {
         let portion = reader.prunable(place, bounds, STEP)?;
         let pruned = registry.prune(&portion.candidates, &files_gone)?;
         crate::probe::at(crate::probe::PRUNED);
         files_gone = remove(results, &pruned, HashSet::new);
         let Some(next) = portion.next else { break };
         place = next;
+        if step % STEPS_PER_CHECKPOINT == 0 {
+            checkpointer.run()?;
+        }
     }
     registry.prune(&[], &files_gone)?;
     // A copy from before it is not to be taken for this one.
-    registry.checkpointer()?.run()
+    checkpointer.run()
 }
 
 fn remove(results: &Results, pruned: &[Pruned], is_read: impl FnOnce() -> HashSet<ResultFile>) -> Vec<ResultFile> {

@@ -101,6 +101,9 @@ impl Shared {
             while self.is_awaited(number) {
                 let more = self.engine.prune_step(prune, || self.open_results(), clock::now())?;
                 self.announce();
+                if self.engine.is_checkpoint_due() {
+                    self.writer.wake();
+                }
                 if !more {
                     break;
                 }
