@@ -79,3 +79,26 @@ fn a_wait_is_mentioned_once_a_second_has_passed() {
     assert!(said.lines().all(|line| line.starts_with(&holder)), "{said}");
     assert!(said.contains("s: waiting, 1st of 1 in line\n"), "{said}");
 }
+
+#[test]
+fn the_status_names_the_agent_that_the_command_works_for() {
+    let mount = Mount::new();
+    let script = r#"grep -o '"agent":[^,]*' "$LEASEFS_ROOT/status/job""#;
+    for (options, variable, agent) in [
+        (&["--agent", "planner 7"][..], "", r#""planner 7""#),
+        (&[][..], "builder", r#""builder""#),
+        (&["--agent", "planner"][..], "builder", r#""planner""#),
+        (&[][..], "", "null"),
+    ] {
+        let mut command = mount.command(LEASEFS);
+        command.env("LEASEFS_AGENT", variable).arg("run").args(options).args(["job", "--", "sh", "-c", script]);
+        let output = command.output().expect("leasefs runs");
+        assert_eq!(stdout(&output), format!("\"agent\":{agent}\n"), "{options:?} {variable:?}");
+    }
+    let long = "x".repeat(256);
+    for bad in ["two\nlines", &long] {
+        let output = mount.leasefs(&["run", "--agent", bad, "other", "--", "true"]);
+        assert_eq!(output.status.code(), Some(2), "{bad:?}");
+    }
+    assert_eq!(mount.state_of("other"), "free");
+}

@@ -152,14 +152,7 @@ impl Claim {
     /// Renews the lease by setting its file's time.
     pub fn renew(&mut self, tree: &Tree) -> nix::Result<Renewal> {
         let now = boot_now()?;
-        let renewed = match futimens(&self.file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
-            // The kernel does not say through which handle, so that is for the process alone that took the lease; this
-            // may be another, with a copy of the handle. Truncation comes with the handle. Locking would not do: were
-            // the lease given back, it would take a new one.
-            Err(Errno::EACCES) => ftruncate(&self.file, 0),
-            answer => answer,
-        };
-        match renewed {
+        match renew_by(&self.file) {
             Ok(()) => {
                 self.note_renewal(tree, now);
                 Ok(Renewal::Kept)
@@ -284,7 +277,7 @@ fn claimed(tree: &Tree, key: Key, file: File, ttl: Option<Ttl>) -> Result<Claim,
     };
     // The grant may be some time ago. Counted from before a renewal, a lease ends no earlier than is believed here.
     let now = boot_now()?;
-    futimens(&file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW).map_err(|errno| refused(errno.into()))?;
+    renew_by(&file).map_err(|errno| refused(errno.into()))?;
     let epoch = read_epoch(&file).map_err(refused)?;
     let ttl = ttl.unwrap_or_default().as_duration();
     let mut claim = Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false };
@@ -452,6 +445,17 @@ fn flock(file: &File, operation: libc::c_int) -> io::Result<()> {
     match unsafe { libc::flock(file.as_raw_fd(), operation) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Renews the lease that this handle has.
+fn renew_by(file: &File) -> nix::Result<()> {
+    match futimens(file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
+        // The kernel does not say through which handle, so that is for the process alone that took the lease. This may
+        // be another, with a copy of the handle, or one that the server cannot see. Truncation comes with the handle.
+        // Locking would not do: were the lease given back, it would take a new one.
+        Err(Errno::EACCES) => ftruncate(file, 0),
+        answer => answer,
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
+use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -18,11 +19,11 @@ use nix::sys::prctl;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, raise, sigaction};
 use nix::sys::signalfd::{SfdFlags, SignalFd, siginfo};
 use nix::sys::wait::waitpid;
-use nix::unistd::{Pid, getpgid, getpgrp};
+use nix::unistd::{getpgid, getpgrp};
 
 use super::family::Family;
 use super::guard::{self, Guard, Rules};
-use super::link::{Limits, News, Order, Reason, Received, SharedLimits};
+use super::link::{Limits, News, Order, Reason, Received, Shared};
 use super::program::Missing;
 use crate::cli::complain;
 use crate::cli::holding::claim::{Claim, Renewal};
@@ -59,18 +60,17 @@ pub fn run(mut command: Command, name: &OsStr, tree: &Tree, claims: &mut [Claim]
         return Ok(End::LeaseLost);
     }
     command.arg0(name);
-    let limits = SharedLimits::new()?;
-    limits.set(Limits::of(claims));
+    let shared = Shared::new()?;
+    shared.set_limits(Limits::of(claims));
     prctl::set_child_subreaper(true)?;
-    let guard = guard::start(command, signals.before, rules, tree, claims, limits)
+    let guard = guard::start(command, signals.before, rules, tree, claims, shared)
         .map_err(|errno| anyhow!("the process that guards the command cannot be started: {}", errno.desc()))?;
     let mut watch = Watch {
         tree,
         claims,
         rules,
-        limits,
+        shared,
         guard: Some(guard),
-        command: None,
         family: None,
         muted: Vec::new(),
         lost: false,
@@ -113,11 +113,9 @@ struct Watch<'a> {
     tree: &'a Tree,
     claims: &'a mut [Claim],
     rules: Rules,
-    limits: SharedLimits,
+    shared: Shared,
     /// Until it is gone.
     guard: Option<Guard>,
-    /// Once it runs.
-    command: Option<Pid>,
     /// Ours, when the guard is gone and the command goes on.
     family: Option<Family>,
     /// Handles that report trouble which is no loss: not polled until a renewal succeeds by the timer.
@@ -141,13 +139,13 @@ impl Watch<'_> {
             }
             if !self.lost {
                 self.renew(&alarmed)?;
-                self.limits.set(Limits::of(self.claims));
+                self.shared.set_limits(Limits::of(self.claims));
             }
             let mut wake_at = self.claims.iter().map(Claim::due_at).min().filter(|_| !self.lost);
             if self.family.is_some() {
                 match self.look_after_family()? {
-                    Ok(next) => wake_at = wake_at.into_iter().chain(next).min(),
-                    Err(end) => return Ok(end),
+                    ControlFlow::Continue(next) => wake_at = wake_at.into_iter().chain(next).min(),
+                    ControlFlow::Break(end) => return Ok(end),
                 }
             } else {
                 wake_at = wake_at.into_iter().chain(self.force()?).min();
@@ -162,16 +160,13 @@ impl Watch<'_> {
 
     /// Reads what the guard has to say. How the command ended, if it has.
     fn hear(&mut self, signals: &Signals) -> Result<Option<End>> {
-        while let Some(guard) = &self.guard {
-            match guard.link.receive()? {
-                Received::Message(News::Started(pid)) => self.command = Some(Pid::from_raw(pid)),
-                Received::Message(News::NotStarted(missing)) => return Ok(Some(End::NotStarted(missing))),
-                Received::Message(News::Ended(status, reason)) => return Ok(Some(self.end_of(status, reason))),
-                Received::Nothing => break,
-                Received::Closed => return self.do_without_guard(signals),
-            }
+        let Some(guard) = &self.guard else { return Ok(None) };
+        match guard.link.receive()? {
+            Received::Message(News::NotStarted(missing)) => Ok(Some(End::NotStarted(missing))),
+            Received::Message(News::Ended(status, reason)) => Ok(Some(self.end_of(status, reason))),
+            Received::Nothing => Ok(None),
+            Received::Closed => self.do_without_guard(signals),
         }
-        Ok(None)
     }
 
     fn end_of(&self, status: Option<i32>, reason: Reason) -> End {
@@ -202,14 +197,14 @@ impl Watch<'_> {
     /// to outlive us.
     fn do_without_guard(&mut self, signals: &Signals) -> Result<Option<End>> {
         self.part_from_guard();
-        let mut family = Family::of(self.command, self.rules.own_group);
-        if self.rules.child_keeps && self.command.is_some() && !self.lost {
+        let mut family = Family::of(self.shared.command(), self.rules.own_group);
+        if self.rules.child_keeps && self.shared.command().is_some() && !self.lost {
             complain("the process that guards the command was killed: the command goes on without");
             self.family = Some(family);
             return Ok(None);
         }
         let now = boot_now()?;
-        family.end(now, self.limits.get().end());
+        family.end(now, self.shared.limits().end());
         let timer = Timer::new()?;
         while let Some(next) = family.go_on(boot_now()?) {
             timer.ring_at(next)?;
@@ -223,21 +218,21 @@ impl Watch<'_> {
     }
 
     /// Does what the guard would do for a command that outlives it: when to do so next at the latest, or how it ended.
-    fn look_after_family(&mut self) -> Result<Result<Option<Duration>, End>> {
-        let (now, limits) = (boot_now()?, self.limits.get());
-        let Some(family) = &mut self.family else { return Ok(Ok(None)) };
-        family.reap();
+    fn look_after_family(&mut self) -> Result<ControlFlow<End, Option<Duration>>> {
+        let (now, limits) = (boot_now()?, self.shared.limits());
+        let Some(family) = &mut self.family else { return Ok(ControlFlow::Continue(None)) };
+        let none_left = family.reap();
         let runs_out = now >= limits.term_at;
         if !family.is_ending() && family.status().is_none() && (self.lost || runs_out) {
             family.end((now + self.rules.grace).min(limits.kill_at), limits.end());
         }
         let next = match family.is_ending() {
             true => family.go_on(now),
-            false if family.status().is_none() => return Ok(Ok(Some(limits.term_at))),
+            false if family.status().is_none() && !none_left => return Ok(ControlFlow::Continue(Some(limits.term_at))),
             false => None,
         };
         if next.is_some() {
-            return Ok(Ok(next));
+            return Ok(ControlFlow::Continue(next));
         }
         let reason = match (family.is_ending(), self.lost) {
             (false, _) => Reason::Itself,
@@ -245,12 +240,12 @@ impl Watch<'_> {
             (true, false) => Reason::LeaseRunsOut,
         };
         let status = family.status();
-        Ok(Err(self.end_of(status, reason)))
+        Ok(ControlFlow::Break(self.end_of(status, reason)))
     }
 
     /// Kills a guard that should have ended the command long since, which ends the command: when that would be.
     fn force(&mut self) -> Result<Option<Duration>> {
-        let at = self.force_at.unwrap_or_else(|| self.limits.get().end());
+        let at = self.force_at.unwrap_or_else(|| self.shared.limits().end());
         if boot_now()? < at {
             return Ok(Some(at));
         }
@@ -325,7 +320,7 @@ impl Watch<'_> {
         }
         let by_keyboard = matches!(signal, Signal::SIGINT | Signal::SIGQUIT | Signal::SIGTSTP);
         let from_terminal = info.ssi_code == libc::SI_KERNEL && by_keyboard;
-        if !from_terminal || self.command.map(|command| getpgid(Some(command))) != Some(Ok(getpgrp())) {
+        if !from_terminal || self.shared.command().map(|command| getpgid(Some(command))) != Some(Ok(getpgrp())) {
             self.pass_on(signal);
         }
         if signal == Signal::SIGTSTP {

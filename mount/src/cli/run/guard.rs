@@ -30,7 +30,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{ForkResult, Pid, dup2_stdin, dup2_stdout, fork, getpgrp, getpid, getppid, setpgid};
 
 use super::family::Family;
-use super::link::{Limits, Link, News, Order, Reason, Received, SharedLimits};
+use super::link::{Limits, Link, News, Order, Reason, Received, Shared};
 use super::program::Missing;
 use crate::cli::complain;
 use crate::cli::holding::claim::{Claim, Renewal};
@@ -61,16 +61,16 @@ pub struct Guard {
     pub link: Link,
 }
 
-/// Starts the guard, which starts the command: [`News::Started`] or [`News::NotStarted`] is the first that comes of it.
+/// Starts the guard, which starts the command.
 ///
-/// The process must have one thread, block the signals that are not to end the guard, and have [`SharedLimits`] set.
+/// The process must have one thread, block the signals that are not to end the guard, and have the limits set.
 pub fn start(
     command: Command,
     mask: SigSet,
     rules: Rules,
     tree: &Tree,
     claims: &mut [Claim],
-    limits: SharedLimits,
+    shared: Shared,
 ) -> nix::Result<Guard> {
     let (ours, theirs) = Link::pair()?;
     // SAFETY: there is one thread, so the child has all of the program in a consistent state.
@@ -79,7 +79,7 @@ pub fn start(
         ForkResult::Child => {
             // The runner's death closes the last copy of its end.
             drop(ours);
-            let post = Post { link: theirs, rules, tree, claims, limits, renews: false };
+            let post = Post { link: theirs, rules, tree, claims, shared, renews: false };
             let guarded = catch_unwind(AssertUnwindSafe(|| post.work(command, mask)));
             let failed = match guarded {
                 Ok(Ok(())) => false,
@@ -101,7 +101,7 @@ struct Post<'a> {
     rules: Rules,
     tree: &'a Tree,
     claims: &'a mut [Claim],
-    limits: SharedLimits,
+    shared: Shared,
     /// In the place of a runner that is gone.
     renews: bool,
 }
@@ -139,7 +139,6 @@ impl Post<'_> {
             }
         };
         let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
-        self.link.send(&News::Started(pid));
         // Input and output are the command's; whoever reads the output waits for its end, not for ours.
         let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
         dup2_stdin(&null)?;
@@ -157,7 +156,9 @@ impl Post<'_> {
             true => self.claims.iter().map(|claim| claim.file().as_raw_fd()).collect(),
             false => Vec::new(),
         };
+        let shared = self.shared;
         let in_child = move || {
+            shared.set_command(getpid());
             mask.thread_set_mask()?;
             for fd in &handed_down {
                 // SAFETY: the handle is open in this process, which is about to execute its program.
@@ -208,7 +209,7 @@ impl Post<'_> {
                 }
                 if let Some(why) = ends.or(self.runs_out(now)?) {
                     reason = why;
-                    let limits = self.limits.get();
+                    let limits = self.shared.limits();
                     family.end((now + self.rules.grace).min(limits.kill_at), limits.end());
                 }
             }
@@ -218,7 +219,7 @@ impl Post<'_> {
                     None => break,
                 },
                 false if self.renews => self.claims.iter().map(Claim::due_at).min().unwrap_or(Duration::MAX),
-                false => self.limits.get().term_at,
+                false => self.shared.limits().term_at,
             };
             bed.timer.ring_at(next)?;
             alarmed = self.sleep(bed)?;
@@ -263,7 +264,7 @@ impl Post<'_> {
     /// Whether the command is to be ended because a lease is not renewed in time. Renews it, where there is nobody else.
     fn runs_out(&mut self, now: Duration) -> nix::Result<Option<Reason>> {
         if !self.renews {
-            return Ok((now >= self.limits.get().term_at).then_some(Reason::LeaseRunsOut));
+            return Ok((now >= self.shared.limits().term_at).then_some(Reason::LeaseRunsOut));
         }
         for claim in self.claims.iter_mut().filter(|claim| claim.due_at() <= now) {
             if claim.renew(self.tree)? == Renewal::Lost {
@@ -271,8 +272,8 @@ impl Post<'_> {
                 return Ok(Some(Reason::LeaseLost));
             }
         }
-        self.limits.set(Limits::of(self.claims));
-        let runs_out = now >= self.limits.get().term_at;
+        self.shared.set_limits(Limits::of(self.claims));
+        let runs_out = now >= self.shared.limits().term_at;
         Ok(runs_out.then_some(Reason::LeaseRunsOut))
     }
 

@@ -1,18 +1,19 @@
-//! What the runner and its guard tell each other: messages over a socket pair, and the leases' ends in memory that both
-//! have.
+//! What the runner and its guard tell each other: messages over a socket pair, and what must not get lost in memory that
+//! both have.
 //!
-//! The ends are not messages: whoever was stopped for a while must see the newest one, and the runner must never wait for
-//! a guard that does not read.
+//! The leases' ends are no messages: whoever was stopped for a while must see the newest one, and the runner must never
+//! wait for a guard that does not read. Nor is the command's process id, which must not go with a guard that is killed.
 
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
+use nix::unistd::Pid;
 use serde::Deserialize;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -37,8 +38,6 @@ pub enum Order {
 /// From the guard to its runner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum News {
-    /// The command runs as this process.
-    Started(i32),
     /// It could not be started after all.
     NotStarted(Missing),
     /// It has ended with this wait status, none where it could not be ended; the guard ends, too.
@@ -143,35 +142,52 @@ impl Limits {
     }
 }
 
-/// The limits, in memory that the runner writes and its guard reads.
+/// Memory that runner, guard and, until it executes its program, command have in common.
 #[derive(Clone, Copy)]
-pub struct SharedLimits(&'static [AtomicU64; 2]);
+pub struct Shared(&'static Words);
 
-impl SharedLimits {
-    /// Memory that a forked child has in common with this process.
-    pub fn new() -> nix::Result<SharedLimits> {
-        let length = const { NonZeroUsize::new(size_of::<[AtomicU64; 2]>()).expect("two words are more than nothing") };
+struct Words {
+    term_at: AtomicU64,
+    kill_at: AtomicU64,
+    /// 0 while there is none.
+    command: AtomicI32,
+}
+
+impl Shared {
+    /// Such memory, for this process and what it forks from now on.
+    pub fn new() -> nix::Result<Shared> {
+        let length = const { NonZeroUsize::new(size_of::<Words>()).expect("words are more than nothing") };
         // SAFETY: a new anonymous mapping overlaps nothing.
         let memory = unsafe {
             mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED)
         }?;
-        // SAFETY: the mapping is page-aligned, zeroed, at least as long as two words, and is never unmapped; only atomics
-        // look at it.
-        Ok(SharedLimits(unsafe { memory.cast().as_ref() }))
+        // SAFETY: the mapping is page-aligned, long enough, never unmapped, and zeroed, which is what these atomics start
+        // with; nothing else looks at it.
+        Ok(Shared(unsafe { memory.cast().as_ref() }))
     }
 
-    /// Sets them.
-    pub fn set(self, limits: Limits) {
+    /// Sets the limits.
+    pub fn set_limits(self, limits: Limits) {
         let nanos = |at: Duration| u64::try_from(at.as_nanos()).unwrap_or(u64::MAX);
         // Whoever sees an old TERM beside a new KILL is as late as one who looked a moment earlier.
-        self.0[1].store(nanos(limits.kill_at), Ordering::SeqCst);
-        self.0[0].store(nanos(limits.term_at), Ordering::SeqCst);
+        self.0.kill_at.store(nanos(limits.kill_at), Ordering::SeqCst);
+        self.0.term_at.store(nanos(limits.term_at), Ordering::SeqCst);
     }
 
-    /// The newest.
-    pub fn get(self) -> Limits {
-        let at = |index: usize| Duration::from_nanos(self.0[index].load(Ordering::SeqCst));
-        Limits { term_at: at(0), kill_at: at(1) }
+    /// The newest limits.
+    pub fn limits(self) -> Limits {
+        let at = |word: &AtomicU64| Duration::from_nanos(word.load(Ordering::SeqCst));
+        Limits { term_at: at(&self.0.term_at), kill_at: at(&self.0.kill_at) }
+    }
+
+    /// Says which process the command is. May be called between fork and exec.
+    pub fn set_command(self, command: Pid) {
+        self.0.command.store(command.as_raw(), Ordering::SeqCst);
+    }
+
+    /// The command's process, once it is there.
+    pub fn command(self) -> Option<Pid> {
+        Some(self.0.command.load(Ordering::SeqCst)).filter(|pid| *pid != 0).map(Pid::from_raw)
     }
 }
 
@@ -196,17 +212,19 @@ mod tests {
         let (ours, theirs) = Link::pair().expect("socket pair");
         assert_eq!(ours.receive::<News>().expect("open"), Received::Nothing);
         ours.send(&Order::End);
-        theirs.send(&News::Started(7));
+        theirs.send(&News::Ended(Some(7), Reason::Itself));
         drop(theirs);
-        assert_eq!(ours.receive().expect("sent"), Received::Message(News::Started(7)));
+        assert_eq!(ours.receive().expect("sent"), Received::Message(News::Ended(Some(7), Reason::Itself)));
         assert_eq!(ours.receive::<News>().expect("closed"), Received::Closed);
     }
 
     #[test]
-    fn limits_are_read_as_they_were_set() {
-        let shared = SharedLimits::new().expect("memory");
+    fn what_is_shared_is_read_as_it_was_set() {
+        let shared = Shared::new().expect("memory");
+        assert_eq!(shared.command(), None);
         let limits = Limits::of_lease(Duration::from_secs(5), Duration::from_secs(60));
-        shared.set(limits);
-        assert_eq!(shared.get(), limits);
+        shared.set_limits(limits);
+        shared.set_command(Pid::from_raw(7));
+        assert_eq!((shared.limits(), shared.command()), (limits, Some(Pid::from_raw(7))));
     }
 }
