@@ -33,8 +33,10 @@ pub struct Backup {
 /// # Errors
 /// [`Error::Storage`] about the state directory, or about `dest` with what to do; then what was copied is removed.
 pub fn backup(state_dir: &Path, dest: &Path, extra: &[&str]) -> Result<Backup, Error> {
-    let reader = Reader::open(state_dir)?;
     check_free(dest)?;
+    // No prune deletes a file whose row was copied.
+    let _still = Results::at(state_dir).lock_shared();
+    let reader = Reader::open(state_dir)?;
     let parent = dest.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let partial = Partial::create(dest)?;
     let about = |error: &io::Error| at(dest, error, hint(error));

@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::events::Kind;
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
 use crate::machine::{Input, KeyState, Reply};
+use crate::metrics::Detail;
 use crate::registry::{NamespaceRow, Write};
 use crate::time::Now;
 
@@ -29,6 +30,8 @@ pub(crate) struct Answer {
     pub key: Option<KeyId>,
     /// What was asked has happened, whether or not it could be recorded yet.
     pub fact: bool,
+    /// How long it stood in line, in nanoseconds, where it did.
+    pub waited_ns: Option<u64>,
 }
 
 /// An input that has to be applied again, as of its own time, if the key goes back to before it.
@@ -43,6 +46,7 @@ pub(crate) struct Note {
     pub key: KeyId,
     pub kind: Kind,
     pub epoch: Epoch,
+    pub detail: Detail,
     pub now: Now,
 }
 
@@ -118,6 +122,17 @@ impl Batch {
     /// Keeps what a namespace was before this change.
     pub fn remember_namespace(&mut self, id: NamespaceId, before: Option<NamespaceRow>) {
         self.undo.push(Undo::Namespace(id, before));
+    }
+
+    /// Changes the states that a key may go back to: something is so now, whatever becomes of the batch.
+    pub fn amend(&mut self, key: KeyId, change: impl Fn(&mut KeyState)) {
+        for undo in &mut self.undo {
+            if let Undo::Key(id, state, _) = undo
+                && *id == key
+            {
+                change(state);
+            }
+        }
     }
 
     /// The way back, newest change first.
@@ -201,32 +216,49 @@ fn part<T>(list: &mut Vec<T>, apart: &mut Vec<T>, goes: impl Fn(&T) -> bool) -> 
     (stayed_before, gone_before)
 }
 
+/// A request in line.
+struct Pending {
+    key: KeyId,
+    uid: u32,
+    /// `CLOCK_BOOTTIME`, in nanoseconds, at which it came.
+    since_ns: u64,
+    done: Done,
+}
+
 /// Requests in line, by their number.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    pending: HashMap<WaiterId, (KeyId, u32, Done)>,
+    pending: HashMap<WaiterId, Pending>,
     by_uid: HashMap<u32, usize>,
 }
 
 impl Waiting {
-    pub fn insert(&mut self, id: WaiterId, key: KeyId, uid: u32, done: Done) {
-        self.pending.insert(id, (key, uid, done));
+    pub fn insert(&mut self, id: WaiterId, (key, uid): (KeyId, u32), now: Now, done: Done) {
+        self.pending.insert(id, Pending { key, uid, since_ns: now.boot_ns, done });
         *self.by_uid.entry(uid).or_default() += 1;
     }
 
-    pub fn remove(&mut self, id: WaiterId) -> Option<Done> {
-        let (_, uid, done) = self.pending.remove(&id)?;
+    /// Takes it out of the line; whom to answer, and since when it waited, by `CLOCK_BOOTTIME` in nanoseconds.
+    pub fn remove(&mut self, id: WaiterId) -> Option<(Done, u64)> {
+        let Pending { uid, since_ns, done, .. } = self.pending.remove(&id)?;
         if let Some(count) = self.by_uid.get_mut(&uid) {
             *count -= 1;
             if *count == 0 {
                 self.by_uid.remove(&uid);
             }
         }
-        Some(done)
+        Some((done, since_ns))
+    }
+
+    /// It waits for longer than since it was inserted; gives its key.
+    pub fn waits_since(&mut self, id: WaiterId, since_ns: u64) -> Option<KeyId> {
+        let pending = self.pending.get_mut(&id)?;
+        pending.since_ns = since_ns;
+        Some(pending.key)
     }
 
     pub fn key(&self, id: WaiterId) -> Option<KeyId> {
-        self.pending.get(&id).map(|(key, ..)| *key)
+        self.pending.get(&id).map(|pending| pending.key)
     }
 
     pub fn of_uid(&self, uid: u32) -> usize {
@@ -235,5 +267,10 @@ impl Waiting {
 
     pub fn len(&self) -> usize {
         self.pending.len()
+    }
+
+    /// Since when the first in any line waits, by `CLOCK_BOOTTIME` in nanoseconds.
+    pub fn oldest_ns(&self) -> Option<u64> {
+        self.pending.values().map(|pending| pending.since_ns).min()
     }
 }

@@ -10,6 +10,7 @@
 
 mod decide;
 mod orphans;
+mod prune;
 mod settle;
 mod shown;
 mod survivors;
@@ -17,6 +18,7 @@ mod tree;
 mod unread;
 
 pub use orphans::Orphaned;
+pub use prune::{Prune, ResultFile, prune_unserved};
 pub use survivors::{Memory, Oblivious, Survivors};
 pub use tree::Asked;
 use unread::{Need, Unread};
@@ -35,7 +37,7 @@ use crate::events::{Events, Kind};
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
 use crate::key::Key;
 use crate::machine::{Input, KeyState, Reply};
-use crate::metrics::{Gauges, Metrics};
+use crate::metrics::{Detail, Gauges, Metrics, Outside};
 use crate::namespaces::{Credentials, Namespaces};
 use crate::probe;
 use crate::registry::{Backlog, Checkpoint, NamespaceRow, Read, Registry, StoredResult, Which};
@@ -268,7 +270,7 @@ impl Engine {
     /// A request in line waits for longer than since it was submitted: another server was asked first.
     pub fn waits_since(&self, waiter: WaiterId, since: Now) {
         let mut inner = self.inner.lock();
-        let Some(key) = inner.waiting.key(waiter) else { return };
+        let Some(key) = inner.waiting.waits_since(waiter, since.boot_ns) else { return };
         let line = inner.keys.get_mut(&key).map(|entry| entry.state.line.iter_mut());
         if let Some(waits) = line.into_iter().flatten().find(|waits| waits.id == waiter) {
             waits.since = since;
@@ -361,7 +363,7 @@ impl Engine {
             let settled = std::mem::take(&mut batch.settled);
             {
                 let mut inner = self.inner.lock();
-                inner.metrics.commit_time += took;
+                inner.metrics.committed(durable, took);
                 self.count_commits(&mut inner, u64::from(recorded.is_ok() && backlog == Backlog::None));
                 inner.settle(batch, recorded, now, &mut ready);
                 self.publish_hints(&inner);

@@ -20,6 +20,16 @@ pub struct Event {
     kind: Kind,
     key: Key,
     epoch: Epoch,
+    pruned: Option<Pruned>,
+}
+
+/// How much was pruned of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Pruned {
+    /// Attempts that are gone from its history.
+    pub attempts: u64,
+    /// Results that are gone.
+    pub results: u64,
 }
 
 /// What happened.
@@ -54,6 +64,8 @@ pub enum Kind {
     Unshared,
     /// A finished key was unlinked.
     Forgotten,
+    /// Ended attempts of a key, or their results, were pruned.
+    Pruned,
 }
 
 impl Kind {
@@ -88,6 +100,8 @@ struct Line<'a> {
     event: Kind,
     key: &'a str,
     epoch: u64,
+    #[serde(flatten)]
+    pruned: Option<Pruned>,
 }
 
 /// The ring.
@@ -104,11 +118,11 @@ impl Events {
     }
 
     /// Appends an event.
-    pub fn push(&mut self, now: Now, kind: Kind, key: &Key, epoch: Epoch) {
+    pub fn push(&mut self, now: Now, kind: Kind, key: &Key, epoch: Epoch, pruned: Option<Pruned>) {
         if self.ring.len() == CAPACITY {
             self.ring.pop_front();
         }
-        self.ring.push_back(Event { seq: self.next, wall_ms: now.wall_ms, kind, key: key.clone(), epoch });
+        self.ring.push_back(Event { seq: self.next, wall_ms: now.wall_ms, kind, key: key.clone(), epoch, pruned });
         self.next += 1;
     }
 
@@ -139,6 +153,7 @@ impl Events {
                 event: event.kind,
                 key: event.key.as_str(),
                 epoch: event.epoch.0,
+                pruned: event.pruned,
             };
             let json = serde_json::to_string(&line).unwrap_or_default();
             if !text.is_empty() && text.len() + json.len() + 1 > limit {
@@ -161,7 +176,7 @@ mod tests {
         let mut events = Events::default();
         let key = Key::parse("k").unwrap();
         for _ in 0..CAPACITY + 5 {
-            events.push(Now::default(), Kind::Granted, &key, Epoch(1));
+            events.push(Now::default(), Kind::Granted, &key, Epoch(1), None);
         }
         let (text, at) = events.read(0, 100, |_| true);
         assert_eq!(text.lines().next(), Some("{\"event\":\"gap\",\"missed\":5}"));
@@ -174,7 +189,7 @@ mod tests {
         let mut events = Events::default();
         let key = Key::parse("k").unwrap();
         for epoch in 1..=10 {
-            events.push(Now::default(), Kind::Released, &key, Epoch(epoch));
+            events.push(Now::default(), Kind::Released, &key, Epoch(epoch), None);
         }
         let mut at = 0;
         let mut seen = 0;

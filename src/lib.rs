@@ -8,12 +8,14 @@
 //! | who may claim where | [`namespaces`] |
 //! | the facade that owns the lock | [`engine`] |
 //! | copies of a state directory | [`backup`] |
+//! | using a mounted tree from Rust | [`client`] |
 //!
-//! Time is passed in everywhere ([`Now`]); nothing here reads a clock.
+//! Time is passed in everywhere ([`Now`]); nothing here but [`client`] reads a clock.
 
 pub mod agent;
 pub mod backup;
 pub mod batch;
+pub mod client;
 pub mod engine;
 pub mod error;
 pub mod events;

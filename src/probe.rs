@@ -17,6 +17,9 @@ pub const EXPIRY: &str = "expiry";
 /// The registry's tables are being made or changed, inside the transaction that does so.
 pub const MIGRATION: &str = "migration";
 
+/// Rows were pruned; their files are still there.
+pub const PRUNED: &str = "pruned";
+
 static OBSERVER: OnceLock<fn(&'static str)> = OnceLock::new();
 
 /// Has every point call `observer` from now on. Only the first call counts.

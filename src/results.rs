@@ -12,10 +12,18 @@ use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
 
+use rustix::fs::FlockOperation;
+
+use crate::error::Error;
 use crate::ids::{Epoch, Handle, KeyId};
 
 /// The errno of a device's fault.
 const EIO: i32 = 5;
+
+/// The results stay as they are, or are one's own, for as long as this lives: whoever reads rows and then their files must
+/// not find that a prune came in between. The kernel ends it with its process.
+#[derive(Debug)]
+pub struct ResultsLock(#[expect(dead_code, reason = "held, and not looked at")] File);
 
 /// The `drafts/` and `results/` of a state directory.
 #[derive(Debug)]
@@ -130,6 +138,48 @@ impl Results {
     /// Those of the filesystem.
     pub fn read(&self, key: KeyId, epoch: Epoch) -> io::Result<File> {
         File::open(self.result(key, epoch))
+    }
+
+    /// Deletes a result's file. One that is gone is no error.
+    ///
+    /// # Errors
+    /// Those of the filesystem.
+    pub fn remove(&self, key: KeyId, epoch: Epoch) -> io::Result<()> {
+        match fs::remove_file(self.result(key, epoch)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Keeps every other prune away, and whoever reads all results, for as long as the value lives.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] where one of them is at it; those of the filesystem.
+    pub fn lock_exclusive(&self) -> Result<ResultsLock, Error> {
+        let dir = File::open(&self.results)?;
+        match rustix::fs::flock(&dir, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(ResultsLock(dir)),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Busy),
+            Err(errno) => Err(io::Error::from(errno).into()),
+        }
+    }
+
+    /// Waits for the end of a prune, and keeps others from beginning while the value lives. None where there is no
+    /// directory to lock, and so nothing to prune.
+    pub fn lock_shared(&self) -> Option<ResultsLock> {
+        let dir = File::open(&self.results).ok()?;
+        while let Err(errno) = rustix::fs::flock(&dir, FlockOperation::LockShared) {
+            if errno != rustix::io::Errno::INTR {
+                return None;
+            }
+        }
+        Some(ResultsLock(dir))
+    }
+
+    /// Bytes that may still be written where the results are; none where the filesystem does not say.
+    pub fn free_bytes(&self) -> Option<u64> {
+        let room = rustix::fs::statvfs(&self.results).ok()?;
+        room.f_bavail.checked_mul(room.f_frsize)
     }
 
     /// Where the result of an attempt is kept.

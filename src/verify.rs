@@ -156,9 +156,10 @@ impl Checker<'_> {
         }
     }
 
-    /// The epochs are 1..n, each once; those up to `pruned` may be forgotten, not miscounted.
+    /// The epochs are 1..n, each once. Of those up to `pruned` exactly as many are missing as were pruned; which ones, the
+    /// registry does not keep. The newest is never pruned.
     fn epochs(&mut self, key: &KeyRow, rows: &[&AttemptRow]) {
-        if key.pruned > key.epoch {
+        if key.pruned > 0 && key.pruned >= key.epoch {
             let problem = format!("pruned up to epoch {} of {}", key.pruned, key.epoch);
             self.report(Invariant::EpochUniq, None, problem);
         }
@@ -174,6 +175,13 @@ impl Checker<'_> {
                     self.report(Invariant::OneResult, Some(row.epoch), "has more than one result");
                 }
             }
+        }
+        let there = seen.keys().filter(|epoch| (1..=key.pruned).contains(*epoch)).count() as u64;
+        let missing = key.pruned - there.min(key.pruned);
+        if missing != key.pruned_attempts {
+            let (pruned, of) = (key.pruned_attempts, key.pruned);
+            let problem = format!("of epochs 1 to {of}, {missing} are missing, and {pruned} were pruned");
+            self.report(Invariant::EpochUniq, None, problem);
         }
         let mut expected = key.pruned.saturating_add(1);
         let kept = rows.iter().map(|row| row.epoch).filter(|epoch| (expected..=key.epoch).contains(epoch));
@@ -251,8 +259,11 @@ impl Checker<'_> {
         if row.result.is_some() && !completed {
             let problem = format!("has a result, but is {}", outcome_of(row));
             self.report(Invariant::NoGhostComplete, epoch, problem);
-        } else if row.result.is_none() && completed {
+        } else if row.result.is_none() && completed && !row.result_pruned {
             self.report(Invariant::NoGhostComplete, epoch, "is completed, but has no result");
+        }
+        if row.result_pruned && (row.result.is_some() || row.registered || row.ended_ms.is_none()) {
+            self.report(Invariant::OneResult, epoch, "its result was pruned, and it has, or could have, another");
         }
         match (row.result, present) {
             (Some((size, _)), None) => {
@@ -351,7 +362,7 @@ mod tests {
     const T: i64 = 1_700_000_000_000;
 
     fn key(epoch: u64) -> KeyRow {
-        KeyRow { id: 1, key: Key::parse("a/b").expect("key"), epoch, finished: false, pruned: 0 }
+        KeyRow { id: 1, key: Key::parse("a/b").expect("key"), epoch, finished: false, pruned: 0, pruned_attempts: 0 }
     }
 
     /// A released attempt; each epoch an hour after the one before.
@@ -378,6 +389,7 @@ mod tests {
             ended_ms: Some(since_ms + 1_000),
             registered: false,
             result: None,
+            result_pruned: false,
         }
     }
 
@@ -431,12 +443,28 @@ mod tests {
 
     #[test]
     fn pruned_attempts_may_be_missing_and_no_others() {
-        let pruned = KeyRow { pruned: 2, ..key(4) };
-        assert_eq!(found(std::slice::from_ref(&pruned), &[attempt(3), attempt(4)]), []);
-        assert_eq!(found(std::slice::from_ref(&pruned), &[attempt(1), attempt(3), attempt(4)]), []);
-        assert_eq!(found(std::slice::from_ref(&pruned), &[attempt(4)]), [(EpochUniq, Some(3), false)]);
-        assert_eq!(found(&[KeyRow { pruned: 5, ..key(4) }], &[]), [(EpochUniq, None, false)]);
-        assert_eq!(found(&[KeyRow { pruned: 4, ..key(4) }], &[]), []);
+        let pruned = |pruned, pruned_attempts, epoch| [KeyRow { pruned, pruned_attempts, ..key(epoch) }];
+        assert_eq!(found(&pruned(2, 2, 4), &[attempt(3), attempt(4)]), []);
+        assert_eq!(found(&pruned(2, 1, 4), &[attempt(1), attempt(3), attempt(4)]), []);
+        assert_eq!(found(&pruned(3, 2, 4), &[attempt(2), attempt(4)]), []);
+        // One more is missing than was pruned, before and behind; or one less.
+        assert_eq!(found(&pruned(3, 2, 4), &[attempt(4)]), [(EpochUniq, None, false)]);
+        assert_eq!(found(&pruned(2, 2, 4), &[attempt(4)]), [(EpochUniq, Some(3), false)]);
+        assert_eq!(found(&pruned(2, 2, 4), &[attempt(2), attempt(3), attempt(4)]), [(EpochUniq, None, false)]);
+        assert_eq!(found(&pruned(0, 1, 2), &[attempt(1), attempt(2)]), [(EpochUniq, None, false)]);
+        // The newest is never pruned.
+        assert_eq!(found(&pruned(4, 4, 4), &[]), [(EpochUniq, None, false)]);
+    }
+
+    #[test]
+    fn a_pruned_result_may_be_missing_and_never_comes_back() {
+        let gone = AttemptRow { result: None, result_pruned: true, ..completed(1) };
+        let finished = KeyRow { finished: true, ..key(1) };
+        assert_eq!(found(&[finished], std::slice::from_ref(&gone)), []);
+        let registered = AttemptRow { registered: true, ..gone.clone() };
+        assert_eq!(found(&[key(1)], &[registered]), [(OneResult, Some(1), false)]);
+        let again = AttemptRow { result: completed(1).result, ..gone };
+        assert_eq!(found(&[key(1)], &[again]), [(OneResult, Some(1), false)]);
     }
 
     #[test]
@@ -575,7 +603,7 @@ mod tests {
                 ..completed(1)
             };
             let opposite = AttemptRow { since_ms: !value, ..row.clone() };
-            check(&[KeyRow { pruned: u64::MAX, ..key(u64::MAX) }], &[row, opposite], faithful);
+            check(&[KeyRow { pruned: u64::MAX, pruned_attempts: 1, ..key(u64::MAX) }], &[row, opposite], faithful);
         }
     }
 

@@ -18,8 +18,9 @@ use anyhow::{Context, Result, bail};
 use fuser::{Filesystem, Session, SessionACL};
 
 use crate::flight::{Flight, OWN, RESEND, Record, STRIKES, opcode};
-use crate::lastread;
+use crate::{lastread, reading};
 use raw::Header;
+pub use raw::interrupted;
 use relay::Relay;
 
 /// Largest write request, in bytes: any request fits a message of the socket pair, whose size is bounded for ordinary
@@ -63,13 +64,15 @@ pub fn describe(code: u32, ino: u64) -> String {
 }
 
 impl Connection<'_> {
-    /// Runs a filesystem on the connection until it ends. `ready` is called once requests are read from the kernel.
+    /// Runs a filesystem on the connection until it ends. `on_interrupt` is called for each request that a signal came for,
+    /// `ready` once requests are read from the kernel.
     ///
     /// # Errors
     /// Where the kernel cannot do what is needed, or the connection breaks.
-    pub fn run<F>(self, fs: F, ready: impl FnOnce()) -> Result<()>
+    pub fn run<F, I>(self, fs: F, on_interrupt: I, ready: impl FnOnce()) -> Result<()>
     where
         F: Filesystem + Send + Sync + 'static,
+        I: Fn(u64) + Send + Sync + 'static,
     {
         let (relay, theirs) = Relay::new(self.device.as_fd()).context("a socket pair")?;
         relay.say(self.init).context("a socket pair")?;
@@ -93,6 +96,7 @@ impl Connection<'_> {
             self.replace(number)?;
         }
         let last = self.last_read(&relay, takes_over).context("what was read last")?;
+        reading::begin(number, on_interrupt);
         // Not bound to this scope: where taking over fails, the process is to end though the session still waits.
         let running = std::thread::Builder::new().name("session".into()).spawn(|| session.run())?;
         if takes_over {
@@ -101,6 +105,10 @@ impl Connection<'_> {
         // Open, it would keep the session's end of the pair in use.
         drop(relay);
         ready();
+        // Whoever was told has looked at the tree, so something was read.
+        if !reading::is_in_use() {
+            tracing::warn!("whoever waits in another pid namespace does not hear signals: fuser has changed");
+        }
         match running.join() {
             Ok(result) => result.context("the connection to the kernel broke"),
             Err(_) => bail!("the thread that answers requests failed: see the log above"),
@@ -140,6 +148,7 @@ impl Connection<'_> {
         let (again, cut_off) =
             if self.resend { (self.resent(relay)?, Vec::new()) } else { self.made_again(relay, last) };
         let count = again.len();
+        let asked_again: Vec<u64> = again.iter().filter_map(|message| Header::of(message)).map(|h| h.unique).collect();
         relay.feed(again).context("handing over what was unanswered")?;
         for unique in cut_off {
             let _ = relay.pass_on(&raw::refusal(unique, libc::EINTR));
@@ -148,6 +157,10 @@ impl Connection<'_> {
         self.flight.save(None);
         if !lastread::is_in_use() {
             tracing::warn!("should this server be killed, what it reads last may get lost: fuser has changed");
+        }
+        // A request that is sent again brings its interrupt along; of those made again, the server before may have had it.
+        for unique in asked_again.into_iter().filter(|_| !self.resend) {
+            let _ = relay.pass_on(&raw::interrupt_again(unique));
         }
         // Whoever was to be told of a change looks for itself.
         for poll in self.polls {

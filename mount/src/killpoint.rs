@@ -11,7 +11,7 @@
 //! | `after-commit:7` | the seventh time, counted over all servers of the connection |
 //! | `handling=poison:1-` | every time a request names a file whose name contains `poison` |
 //!
-//! The points are those of [`leasefs::probe`], and `handling`.
+//! The points are those of [`leasefs::probe`], `handling` and `interrupted`.
 
 use std::sync::Arc;
 
@@ -19,6 +19,9 @@ use crate::flight::Flight;
 
 /// A request that names a file is about to be handled.
 pub const HANDLING: &str = "handling";
+
+/// The kernel has said that a signal came for somebody, and nothing was made of it yet.
+pub const INTERRUPTED: &str = "interrupted";
 
 /// Reads what the environment asks for.
 pub fn arm(flight: &Arc<Flight>) {

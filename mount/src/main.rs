@@ -18,6 +18,7 @@ mod mountinfo;
 mod openfiles;
 mod orphans;
 mod process;
+mod reading;
 mod server;
 mod timekeeper;
 mod watcher;

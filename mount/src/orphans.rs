@@ -25,9 +25,11 @@
 //! Not covered: a private mapping of a claim file that outlives its descriptor (a shared one is refused), and an
 //! `io_uring` whose ring is open in no process. Both are unknown in practice; the kernel's proof covers them.
 //!
-//! It runs on a thread of its own, which ends with the last orphan: none come to be while a server runs.
+//! It runs on a thread of its own, which ends with the last orphan: none come to be while a server runs. Whoever wants to
+//! know at once has it look at once: [`Reap`].
 
 mod look;
+mod reap;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -41,6 +43,7 @@ use crate::clock;
 use crate::dead_mount::Connections;
 use crate::fs::Shared;
 use crate::ino::Node;
+pub use reap::Reap;
 
 /// Between two looks while something may be proven.
 const AGAIN: Duration = Duration::from_millis(50);
@@ -57,8 +60,13 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
     let mut nobody: HashMap<(KeyId, Orphaned), u32> = HashMap::new();
     let mut pause = FIRST;
     loop {
+        // Those that were ordered before this look are answered by it.
+        if shared.reap.begin_look() {
+            pause = FIRST;
+        }
         let orphans = shared.engine.orphans();
         if orphans.is_empty() {
+            shared.answer_orders(shared.reap.end());
             return;
         }
         if connections.is_all_gone() {
@@ -83,7 +91,8 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
             shared.engine.explain_orphan(key, orphaned, &why);
         }
         if nobody.is_empty() {
-            std::thread::sleep(pause);
+            shared.answer_orders(shared.reap.looked());
+            shared.reap.sleep(pause);
             pause = (pause * 2).min(LONGEST);
         } else {
             std::thread::sleep(AGAIN);

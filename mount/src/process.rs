@@ -23,12 +23,15 @@ const CAPACITY: usize = 512;
 /// `PF_SIGNALED` in field 9 of `/proc/PID/stat`: a signal killed it.
 const PF_SIGNALED: u64 = 0x400;
 
+/// What a process is called that cannot be seen.
+const UNSEEN: &str = "(unseen)";
+
 /// A thread's process and what it runs.
 #[derive(Clone, Debug)]
 pub struct Seen {
     /// The process; all 0 where the thread cannot be seen.
     pub process: Process,
-    /// Its name, as `comm` has it.
+    /// Its name, as `comm` has it; `(unseen)` where the thread cannot be seen.
     pub command: Arc<str>,
 }
 
@@ -67,7 +70,7 @@ impl Processes {
                 known.insert(tid, new);
                 seen
             }
-            Err(_) => Seen { process: Process::default(), command: Arc::from("") },
+            Err(_) => Seen { process: Process::default(), command: Arc::from(UNSEEN) },
         }
     }
 

@@ -107,7 +107,9 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         polls: &polls,
         given_out: fs.given_out(),
     };
-    connection.run(fs.clone(), || {
+    let waiting = Arc::clone(fs.shared());
+    let on_interrupt = move |unique| waiting.on_interrupt(unique);
+    connection.run(fs.clone(), on_interrupt, || {
         fs.shared().set_careful(false);
         fs.shared().set_direct();
         tracing::info!("serving {} from {}", mountpoint.display(), state_dir.display());
@@ -115,6 +117,9 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
             tracing::warn!("{} does not answer yet", mountpoint.display());
         }
         // Not before: whoever waits for an answer comes first.
+        if let Err(error) = timekeeper::spawn("sweeper", fs.shared(), |shared| shared.sweep()) {
+            tracing::warn!("files of pruned results stay until the next start: {error}");
+        }
         if let Err(error) = timekeeper::spawn("keys", fs.shared(), read_keys) {
             tracing::warn!("keys are read when they are asked for only: {error}");
         }

@@ -13,7 +13,7 @@ use crate::events::{Events, Kind};
 use crate::ids::{Epoch, KeyId, NamespaceId};
 use crate::key::Key;
 use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step, Waiter};
-use crate::metrics::Metrics;
+use crate::metrics::{Detail, Metrics};
 use crate::namespaces::{Namespaces, Node};
 use crate::registry::{Loaded, LoadedKey, NamespaceRow, Write};
 use crate::time::Now;
@@ -190,7 +190,7 @@ impl Inner {
         self.batch.writes.push(Write::Namespace(row.clone()));
         let before = self.namespaces.set(row);
         self.batch.remember_namespace(id, before);
-        self.batch.answers.push(Answer { done, reply: Ok(Reply::Done), key: None, fact: false });
+        self.batch.answers.push(Answer { done, reply: Ok(Reply::Done), key: None, fact: false, waited_ns: None });
         self.batch.urgent = true;
     }
 
@@ -225,7 +225,7 @@ impl Inner {
             && let Some((waiter, uid)) = waiter
             && let Some(done) = done.take()
         {
-            self.waiting.insert(waiter, id, uid, done);
+            self.waiting.insert(waiter, (id, uid), now, done);
         }
         self.absorb(id, step, now, ready);
         if closes {
@@ -249,7 +249,7 @@ impl Inner {
             self.touch_batch(now);
             self.batch.urgent = true;
         }
-        self.batch.answers.push(Answer { done, reply, key: Some(id), fact });
+        self.batch.answers.push(Answer { done, reply, key: Some(id), fact, waited_ns: None });
     }
 
     pub(super) fn is_unsettled(&self, id: KeyId) -> bool {
@@ -335,7 +335,9 @@ impl Inner {
         for (handle, epoch) in lost {
             self.memory.lost(handle, epoch);
         }
+        let mut details = Vec::new();
         for change in changes {
+            details.extend(Detail::of(&change));
             self.batch.durable |= change.is_durable();
             if let Change::Committed(attempt, _) = &change {
                 self.batch.draft_bytes += attempt.result.map_or(0, |result| result.size);
@@ -354,21 +356,25 @@ impl Inner {
         }
         let (unsettled, recorded) = (self.is_unsettled(id), self.is_recorded(id));
         for (waiter, reply) in grants {
-            let Some(done) = self.waiting.remove(waiter) else { continue };
+            let Some((done, since_ns)) = self.waiting.remove(waiter) else { continue };
+            let waited_ns = now.boot_ns.saturating_sub(since_ns);
             // It may have given a share back to get into line.
             let interrupted = reply == Err(Error::Interrupted);
             if interrupted && recorded || reply.is_err() && !interrupted && !unsettled {
+                self.metrics.waited(&reply, waited_ns);
                 ready.push((done, reply));
                 continue;
             }
             self.touch_batch(now);
-            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: interrupted });
+            let waited_ns = Some(waited_ns);
+            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: interrupted, waited_ns });
             self.batch.urgent = true;
         }
         let newest = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
         for notice in notices {
             let (kind, epoch) = Kind::of(notice, newest);
-            self.note(now, kind, id, epoch);
+            let detail = details.iter().find(|(about, detail)| *about == epoch && detail.is_for(kind));
+            self.note(now, kind, id, epoch, detail.map_or(Detail::None, |(_, detail)| *detail));
         }
         self.refresh(id);
         if !self.orphans.contains(&id) && unshares {
@@ -412,19 +418,19 @@ impl Inner {
     }
 
     /// Announces an event, after what it rests on was recorded and after those before it.
-    pub(super) fn note(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch) {
+    pub(super) fn note(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch, detail: Detail) {
         if self.is_unsettled(id) || !self.batch.notes.is_empty() {
             self.touch_batch(now);
-            self.batch.notes.push(Note { key: id, kind, epoch, now });
+            self.batch.notes.push(Note { key: id, kind, epoch, detail, now });
         } else {
-            self.announce(now, kind, id, epoch);
+            self.announce(now, kind, id, epoch, detail);
         }
     }
 
-    pub(super) fn announce(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch) {
+    pub(super) fn announce(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch, detail: Detail) {
         let Some(entry) = self.keys.get(&id) else { return };
-        self.metrics.count(kind);
-        self.events.push(now, kind, &entry.key, epoch);
+        self.metrics.count(kind, detail);
+        self.events.push(now, kind, &entry.key, epoch, detail.pruned());
         self.memory.next_event(self.events.next());
         if self.watched {
             self.changed.push(id);
@@ -434,8 +440,8 @@ impl Inner {
     pub(super) fn note_refusal(&mut self, id: KeyId, error: &Error, now: Now) {
         let epoch = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
         match error {
-            Error::Taken | Error::WouldBlock => self.note(now, Kind::Denied, id, epoch),
-            Error::Stale => self.note(now, Kind::Stale, id, epoch),
+            Error::Taken | Error::WouldBlock => self.note(now, Kind::Denied, id, epoch, Detail::None),
+            Error::Stale => self.note(now, Kind::Stale, id, epoch, Detail::None),
             _ => {}
         }
     }

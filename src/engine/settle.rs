@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Inner, Ready};
-use crate::batch::{Batch, Logged, Mark, Note, Undo};
+use crate::batch::{Answer, Batch, Logged, Mark, Note, Undo};
 use crate::error::Error;
 use crate::ids::KeyId;
 use crate::machine::{Input, KeyState, Reply};
@@ -37,10 +37,13 @@ impl Inner {
             Ok(()) => {
                 self.metrics.commits += u64::from(!batch.writes.is_empty());
                 self.retry_ns = None;
-                for Note { key, kind, epoch, now } in batch.notes.drain(..) {
-                    self.announce(now, kind, key, epoch);
+                for Note { key, kind, epoch, detail, now } in batch.notes.drain(..) {
+                    self.announce(now, kind, key, epoch, detail);
                 }
-                ready.extend(batch.answers.drain(..).map(|answer| (answer.done, answer.reply)));
+                for Answer { done, reply, waited_ns, .. } in batch.answers.drain(..) {
+                    waited_ns.inspect(|ns| self.metrics.waited(&reply, *ns));
+                    ready.push((done, reply));
+                }
                 self.spare = batch.emptied();
             }
             Err(error) => {
@@ -90,11 +93,10 @@ impl Inner {
                 }
             }
             for (at, answer) in batch.answers.into_iter().enumerate() {
-                if answer.fact || answer.key.is_some_and(|key| stands(key, at, |mark| mark.answers)) {
-                    ready.push((answer.done, answer.reply));
-                } else {
-                    ready.push((answer.done, Err(error.clone())));
-                }
+                let stands = answer.fact || answer.key.is_some_and(|key| stands(key, at, |mark| mark.answers));
+                let reply = if stands { answer.reply } else { Err(error.clone()) };
+                answer.waited_ns.inspect(|ns| self.metrics.waited(&reply, *ns));
+                ready.push((answer.done, reply));
             }
             for (at, note) in batch.notes.into_iter().enumerate() {
                 if stands(note.key, at, |mark| mark.notes) {
@@ -107,8 +109,8 @@ impl Inner {
             self.batch.settled.extend(batch.settled);
             undone.extend(marks.into_keys());
         }
-        for Note { key, kind, epoch, now } in announced {
-            self.announce(now, kind, key, epoch);
+        for Note { key, kind, epoch, detail, now } in announced {
+            self.announce(now, kind, key, epoch, detail);
         }
         TakenBack { again, undone }
     }

@@ -1,6 +1,9 @@
 //! What the engine shows of itself: results of ended attempts, events, counters.
 
+use std::time::Duration;
+
 use super::*;
+use crate::machine::State;
 
 impl Engine {
     /// Size in bytes, commit time in Unix milliseconds and uid of an attempt's result.
@@ -35,7 +38,7 @@ impl Engine {
     pub fn note_stale(&self, key: KeyId, epoch: Epoch, now: Now) {
         // Of a key that cannot be read, nothing can be said.
         let Ok(mut inner) = self.knowing(Need::Key(key)) else { return };
-        inner.note(now, Kind::Stale, key, epoch);
+        inner.note(now, Kind::Stale, key, epoch, Detail::None);
         self.publish_hints(&inner);
     }
 
@@ -59,10 +62,22 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Storage`].
-    pub fn metrics(&self) -> Result<String, Error> {
+    pub fn metrics(&self, outside: &Outside, now: Now) -> Result<String, Error> {
+        let free_bytes = self.results.free_bytes();
         let inner = self.knowing(Need::All)?;
-        let gauges = Gauges { held: inner.held, waiting: inner.waiting.len(), keys: inner.keys.len() };
-        Ok(inner.metrics.render(gauges))
+        // Whatever is alive has a deadline: so this goes through those, not through all keys.
+        let alive = inner.deadlines.iter().filter_map(|(_, key)| inner.keys.get(key));
+        let oldest = inner.waiting.oldest_ns().map(|since_ns| now.boot_ns.saturating_sub(since_ns));
+        let gauges = Gauges {
+            held: inner.held,
+            waiting: inner.waiting.len(),
+            oldest_wait: Duration::from_nanos(oldest.unwrap_or(0)),
+            orphaned: inner.orphans.len(),
+            reporting: alive.filter(|entry| entry.state.state(now) == State::Reporting).count(),
+            keys: inner.keys.len(),
+            free_bytes,
+        };
+        Ok(inner.metrics.render(&gauges, outside))
     }
 
     /// Keys that ever were.

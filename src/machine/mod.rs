@@ -13,6 +13,7 @@
 mod attempt;
 mod ending;
 mod line;
+mod pruned;
 mod state;
 
 pub use attempt::{Attempt, Claimant, Outcome, Process, ResultMeta, Via, Why};

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::coalesce::{Misfit, Op, coalesce};
+use super::prune::{Bounds, Candidate, Limits, Place, Portion, Pruned};
 use super::sqlite::{Check, SqliteRegistry};
 use super::sqlite_read::Mark;
 use super::sqlite_write::misfit;
@@ -107,6 +108,12 @@ impl Registry for Journal {
             }
         }
         self.0.record(writes, durable)
+    }
+
+    fn prune(&mut self, candidates: &[Candidate], files_gone: &[(KeyId, Epoch)]) -> Result<Vec<Pruned>, Error> {
+        // A result that is in the journal only would be shown after its row is gone.
+        self.0.record(&[], false)?;
+        self.0.db.lock().prune(candidates, files_gone)
     }
 
     fn backlog(&self) -> Backlog {
@@ -241,6 +248,14 @@ impl Read for JournalRead {
     fn keys(&mut self, which: Which<'_>) -> Result<Vec<LoadedKey>, Error> {
         // The journal was put in the database before anything was read, and has nothing of the keys asked for since.
         self.0.keys(which)
+    }
+
+    fn prunable(&mut self, after: Place, bounds: &Bounds, limits: Limits) -> Result<Portion, Error> {
+        self.0.prunable(after, bounds, limits)
+    }
+
+    fn pruned_files(&mut self) -> Result<Vec<(KeyId, Epoch)>, Error> {
+        self.0.pruned_files()
     }
 }
 

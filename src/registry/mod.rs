@@ -5,10 +5,12 @@
 
 mod coalesce;
 pub mod journal;
+pub mod prune;
 mod seal;
 pub mod sqlite;
 mod sqlite_fault;
 mod sqlite_keys;
+mod sqlite_prune;
 mod sqlite_read;
 mod sqlite_write;
 mod tape;
@@ -20,6 +22,7 @@ use crate::ids::{Epoch, Handle, KeyId, NamespaceId, Owner, RequestId};
 use crate::key::Key;
 use crate::machine::{Attempt, Outcome, ResultMeta, Share};
 use crate::time::Now;
+use prune::{Bounds, Candidate, Limits, Place, Portion, Pruned};
 
 /// One write. A batch of them is applied in order, as a whole or not at all.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
@@ -118,8 +121,10 @@ pub struct KeyRow {
     pub epoch: u64,
     /// Whether it counts as finished.
     pub finished: bool,
-    /// The rows of attempts up to this epoch may be gone.
+    /// The rows of attempts up to this epoch may be gone, because they were pruned…
     pub pruned: u64,
+    /// …and exactly so many are.
+    pub pruned_attempts: u64,
 }
 
 /// An attempt as it is stored, for people and for checks. Times are Unix milliseconds.
@@ -165,6 +170,8 @@ pub struct AttemptRow {
     pub registered: bool,
     /// Size in bytes and time of its result.
     pub result: Option<(u64, i64)>,
+    /// It had a result, which was pruned.
+    pub result_pruned: bool,
 }
 
 /// What the engine begins with, as it was stored. The keys in nobody's use are read later, by [`Read::keys`].
@@ -238,6 +245,13 @@ pub trait Registry: Send {
     /// [`Error::Storage`]; then none of them was applied.
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error>;
 
+    /// Takes candidates away, as one transaction that survives a power cut once it returns, and notes that files whose
+    /// rows went before are gone. Whatever was accepted so far is in its place first. Gives what went of each key.
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; then nothing went.
+    fn prune(&mut self, candidates: &[Candidate], files_gone: &[(KeyId, Epoch)]) -> Result<Vec<Pruned>, Error>;
+
     /// What was accepted and is safe, but not yet where whoever reads the registry from outside finds it.
     fn backlog(&self) -> Backlog {
         Backlog::None
@@ -275,6 +289,18 @@ pub trait Read: Send {
     /// # Errors
     /// [`Error::Storage`].
     fn keys(&mut self, which: Which<'_>) -> Result<Vec<LoadedKey>, Error>;
+
+    /// What may be pruned, behind a place; what was accepted a moment ago may be missing.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    fn prunable(&mut self, after: Place, bounds: &Bounds, limits: Limits) -> Result<Portion, Error>;
+
+    /// The files of results whose rows were pruned, as far as they are not known to be gone.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    fn pruned_files(&mut self) -> Result<Vec<(KeyId, Epoch)>, Error>;
 }
 
 /// What a registry has accepted but not yet put in its place.

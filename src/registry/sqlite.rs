@@ -10,15 +10,17 @@ use std::path::{Path, PathBuf};
 use rusqlite::{Connection, OpenFlags, TransactionBehavior, params};
 
 use super::coalesce::Op;
+use super::prune::{Candidate, Pruned};
 use super::seal::Seal;
 use super::sqlite_fault::{corrupt, fault};
 use super::sqlite_keys::{keys, with_shares};
+use super::sqlite_prune::{self, FILES};
 use super::sqlite_read::{Mark, SqliteCheckpoint, SqliteRead, check_version, mark};
 pub use super::sqlite_read::{Reader, can_serve};
 use super::sqlite_write::{Failure, replay};
 use super::{Checkpoint, Loaded, NamespaceRow, Read, Registry, Which, Write};
 use crate::error::Error;
-use crate::ids::{KeyId, NamespaceId, RequestId};
+use crate::ids::{Epoch, KeyId, NamespaceId, RequestId};
 use crate::time::Now;
 
 /// File name in the state directory.
@@ -26,7 +28,7 @@ pub const FILE: &str = "registry.db";
 /// `Leas`: tells the file from other SQLite databases.
 pub(super) const APPLICATION_ID: i32 = 0x4c65_6173;
 /// Raised with every change of the schema.
-pub const SCHEMA_VERSION: i32 = 2;
+pub const SCHEMA_VERSION: i32 = 3;
 /// A claim changes two or three pages, each of which goes to the log whole: small ones make it a third cheaper than
 /// SQLite's default of 4096.
 const PAGE_BYTES: u32 = 1024;
@@ -46,7 +48,7 @@ CREATE TABLE namespaces(
 CREATE TABLE keys(
     id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, epoch INTEGER NOT NULL DEFAULT 0,
     finished INTEGER NOT NULL DEFAULT 0, pruned INTEGER NOT NULL DEFAULT 0,
-    request INTEGER NOT NULL DEFAULT 0);
+    request INTEGER NOT NULL DEFAULT 0, pruned_attempts INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE attempts(
     key_id INTEGER NOT NULL, epoch INTEGER NOT NULL,
     pid INTEGER NOT NULL, start_time INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,
@@ -57,6 +59,7 @@ CREATE TABLE attempts(
     request INTEGER NOT NULL, note TEXT NOT NULL, held INTEGER NOT NULL, registered INTEGER NOT NULL,
     outcome TEXT, reason TEXT, ended_ms INTEGER, result_size INTEGER, result_ms INTEGER,
     result_draft INTEGER, waited_ms INTEGER NOT NULL DEFAULT 0, agent TEXT,
+    result_pruned INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY(key_id, epoch)) WITHOUT ROWID;
 CREATE INDEX committed ON attempts(key_id, epoch) WHERE result_ms IS NOT NULL;
 CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
@@ -80,9 +83,15 @@ ALTER TABLE attempts DROP COLUMN owner;
 ALTER TABLE attempts ADD COLUMN owners BLOB NOT NULL DEFAULT x'';
 ALTER TABLE attempts RENAME COLUMN req_unique TO request;
 ALTER TABLE attempts ADD COLUMN result_draft INTEGER;
+CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
+";
+
+/// From schema 2: nobody had an agent, and nothing was pruned yet.
+const MIGRATE_2: &str = "
 ALTER TABLE attempts ADD COLUMN waited_ms INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE attempts ADD COLUMN agent TEXT;
-CREATE INDEX alive ON attempts(key_id) WHERE ended_ms IS NULL;
+ALTER TABLE keys ADD COLUMN pruned_attempts INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE attempts ADD COLUMN result_pruned INTEGER NOT NULL DEFAULT 0;
 ";
 
 /// The writing connection.
@@ -135,10 +144,13 @@ impl SqliteRegistry {
         }
         setup(&mut connection).map_err(|e| fault(&e))?;
         if version < SCHEMA_VERSION {
-            let steps = if version == 0 { SCHEMA } else { MIGRATE_1 };
+            let steps: &[&str] = match version {
+                0 => &[SCHEMA, SHARES, FILES],
+                1 => &[MIGRATE_1, SHARES, MIGRATE_2, FILES],
+                _ => &[MIGRATE_2, FILES],
+            };
             let migrate = connection.transaction_with_behavior(TransactionBehavior::Immediate).and_then(|tx| {
-                tx.execute_batch(steps)?;
-                tx.execute_batch(SHARES)?;
+                steps.iter().try_for_each(|step| tx.execute_batch(step))?;
                 crate::probe::at(crate::probe::MIGRATION);
                 tx.pragma_update(None, "application_id", APPLICATION_ID)?;
                 tx.pragma_update(None, "user_version", SCHEMA_VERSION)?;
@@ -167,7 +179,12 @@ impl SqliteRegistry {
 
     /// Does all of it as one transaction, and notes how far a journal is in the registry with it.
     pub(super) fn record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Error> {
-        self.try_record(ops, mark, durable).map_err(|failure| {
+        self.in_one(durable, |connection| replay(connection, ops, mark))
+    }
+
+    /// Does all of it as one transaction, or nothing.
+    fn in_one<T>(&mut self, durable: bool, write: impl FnOnce(&Connection) -> Result<T, Failure>) -> Result<T, Error> {
+        self.try_in_one(durable, write).map_err(|failure| {
             if let Failure::Sqlite(error) = &failure {
                 self.sync_failed |= error.sqlite_error_code() == Some(rusqlite::ErrorCode::SystemIoFailure);
             }
@@ -202,7 +219,11 @@ impl SqliteRegistry {
         Ok(())
     }
 
-    fn try_record(&mut self, ops: &[Op<'_>], mark: Option<Mark>, durable: bool) -> Result<(), Failure> {
+    fn try_in_one<T>(
+        &mut self,
+        durable: bool,
+        write: impl FnOnce(&Connection) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         if self.sync_failed {
             self.renew_log()?;
         }
@@ -213,24 +234,27 @@ impl SqliteRegistry {
         }
         // A transaction object would have these two parsed anew every time.
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
-        let written = replay(&self.connection, ops, mark);
-        let committed = written.and_then(|()| {
+        let written = write(&self.connection);
+        let committed = written.and_then(|written| {
             self.connection.prepare_cached("COMMIT")?.execute([])?;
-            Ok(())
+            Ok(written)
         });
-        if let Err(failure) = committed {
-            if !self.connection.is_autocommit() {
-                self.connection.execute_batch("ROLLBACK")?;
+        let written = match committed {
+            Ok(written) => written,
+            Err(failure) => {
+                if !self.connection.is_autocommit() {
+                    self.connection.execute_batch("ROLLBACK")?;
+                }
+                return Err(failure);
             }
-            return Err(failure);
-        }
+        };
         self.commits += 1;
         if self.commits >= COMMITS_PER_CHECKPOINT {
             self.commits = 0;
             // What the other connection left over; a failure costs only log space.
             let _ = self.connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
         }
-        Ok(())
+        Ok(written)
     }
 }
 
@@ -245,6 +269,14 @@ impl Registry for SqliteRegistry {
     fn commit(&mut self, writes: &[Write], durable: bool) -> Result<(), Error> {
         let ops: Vec<_> = writes.iter().map(Op::One).collect();
         self.record(&ops, None, durable)
+    }
+
+    fn prune(&mut self, candidates: &[Candidate], files_gone: &[(KeyId, Epoch)]) -> Result<Vec<Pruned>, Error> {
+        // Synced in any case: a row that came back with the power would have no file.
+        self.in_one(true, |tx| {
+            sqlite_prune::forget_files(tx, files_gone)?;
+            sqlite_prune::prune(tx, candidates)
+        })
     }
 
     fn reader(&self) -> Result<Box<dyn Read>, Error> {

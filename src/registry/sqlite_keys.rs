@@ -17,7 +17,7 @@ use crate::ttl::Ttl;
 pub(super) const ATTEMPT_COLUMNS: &str = "a.key_id, a.epoch, a.pid, a.start_time, a.uid, a.gid, a.command, a.via, \
      a.since_ms, a.renewed_ms, a.expires_ms, a.ttl_ms, a.note, a.outcome, a.reason, a.ended_ms, a.registered, \
      a.result_size, a.result_ms, a.opener_pid, a.opener_start, a.locker_pid, a.locker_start, a.deadline_ns, a.handle, \
-     a.owners, a.request, a.held, a.result_draft, a.waited_ms, a.agent";
+     a.owners, a.request, a.held, a.result_draft, a.waited_ms, a.agent, a.result_pruned";
 
 /// Reads keys with all that the engine keeps of them, in no order but where `which` gives one.
 pub(super) fn keys(connection: &Connection, which: Which<'_>) -> Result<Vec<LoadedKey>, rusqlite::Error> {
@@ -38,7 +38,7 @@ pub(super) fn keys(connection: &Connection, which: Which<'_>) -> Result<Vec<Load
 fn select(connection: &Connection, which: &str, params: impl Params) -> Result<Vec<LoadedKey>, rusqlite::Error> {
     connection
         .prepare_cached(&format!(
-            "SELECT {ATTEMPT_COLUMNS}, k.id, k.path, k.epoch, k.finished, k.pruned, p.outcome, k.request, \
+            "SELECT {ATTEMPT_COLUMNS}, k.id, k.path, k.epoch, k.finished, k.pruned, k.pruned_attempts, p.outcome, k.request, \
              r.epoch, r.result_size, r.result_ms, r.result_draft FROM keys k \
              LEFT JOIN attempts a ON a.key_id = k.id AND a.epoch = k.epoch \
              LEFT JOIN attempts p ON p.key_id = k.id AND p.epoch = k.epoch - 1 \
@@ -89,16 +89,16 @@ fn share(row: &Row<'_>) -> Result<Share, rusqlite::Error> {
 }
 
 fn loaded_key(row: &Row<'_>) -> Result<LoadedKey, rusqlite::Error> {
-    let latest_result = match row.get::<_, Option<u64>>(38)? {
-        Some(epoch) => Some((Epoch(epoch), result_meta(row.get(39)?, row.get(40)?, row.get(41)?))),
+    let latest_result = match row.get::<_, Option<u64>>(40)? {
+        Some(epoch) => Some((Epoch(epoch), result_meta(row.get(41)?, row.get(42)?, row.get(43)?))),
         None => None,
     };
     Ok(LoadedKey {
-        row: key_row(row, 31)?,
+        row: key_row(row, 32)?,
         attempt: row.get::<_, Option<u64>>(0)?.map(|_| attempt(row)).transpose()?,
-        previous_outcome: outcome(row.get(36)?),
+        previous_outcome: outcome(row.get(38)?),
         latest_result,
-        last_request: RequestId(row.get::<_, i64>(37)?.cast_unsigned()),
+        last_request: RequestId(row.get::<_, i64>(39)?.cast_unsigned()),
         shares: Vec::new(),
     })
 }
@@ -112,6 +112,7 @@ pub(super) fn key_row(row: &Row<'_>, first: usize) -> Result<KeyRow, rusqlite::E
         epoch: row.get(first + 2)?,
         finished: row.get(first + 3)?,
         pruned: row.get(first + 4)?,
+        pruned_attempts: row.get(first + 5)?,
     })
 }
 
@@ -141,6 +142,7 @@ pub(super) fn attempt_row(row: &Row<'_>) -> Result<AttemptRow, rusqlite::Error> 
         ended_ms: row.get(15)?,
         registered: row.get(16)?,
         result,
+        result_pruned: row.get(31)?,
     })
 }
 
@@ -197,6 +199,6 @@ fn owners(bytes: &[u8]) -> Vec<Owner> {
     numbers.iter().map(|number| Owner(u64::from_le_bytes(*number))).collect()
 }
 
-fn result_meta(size: u64, committed_ms: i64, draft: Option<u64>) -> ResultMeta {
+pub(super) fn result_meta(size: u64, committed_ms: i64, draft: Option<u64>) -> ResultMeta {
     ResultMeta { size, committed_ms, draft: Handle(draft.unwrap_or(0)) }
 }

@@ -7,10 +7,12 @@ use rusqlite::backup::Backup;
 use rusqlite::{Connection, OpenFlags, OptionalExtension, params};
 
 use super::journal::{self, Left, plan};
+use super::prune::{Bounds, Candidate, Limits, Place, Portion};
 use super::seal::Seal;
 use super::sqlite::{APPLICATION_ID, BUSY, FILE, SCHEMA_VERSION, bad_value, pragma, reading_flags};
 use super::sqlite_fault::{corrupt, fault};
 use super::sqlite_keys::{ATTEMPT_COLUMNS, attempt_row, key_row, keys};
+use super::sqlite_prune;
 use super::sqlite_write::{Failure, replay};
 use super::{AttemptRow, Checkpoint, KeyRow, LoadedKey, Read, StoredResult, Which};
 use crate::error::Error;
@@ -71,6 +73,14 @@ impl Read for SqliteRead {
 
     fn keys(&mut self, which: Which<'_>) -> Result<Vec<LoadedKey>, Error> {
         keys(&self.0, which).map_err(|e| fault(&e))
+    }
+
+    fn prunable(&mut self, after: Place, bounds: &Bounds, limits: Limits) -> Result<Portion, Error> {
+        sqlite_prune::prunable(&self.0, after, bounds, limits).map_err(|e| fault(&e))
+    }
+
+    fn pruned_files(&mut self) -> Result<Vec<(KeyId, Epoch)>, Error> {
+        sqlite_prune::pruned_files(&self.0).map_err(|e| fault(&e))
     }
 }
 
@@ -173,7 +183,7 @@ impl Reader {
         let read = || {
             let tx = self.view().unchecked_transaction()?;
             let keys = tx
-                .prepare("SELECT id, path, epoch, finished, pruned FROM keys ORDER BY path")?
+                .prepare("SELECT id, path, epoch, finished, pruned, pruned_attempts FROM keys ORDER BY path")?
                 .query_map([], |row| key_row(row, 0))?
                 .collect::<Result<_, _>>()?;
             let attempts = tx
@@ -216,6 +226,28 @@ impl Reader {
                 .collect::<Result<Vec<_>, _>>()
         };
         read().map_err(|e: rusqlite::Error| fault(&e))
+    }
+
+    /// A key's row; none for a key that never was.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn key(&self, key: &Key) -> Result<Option<KeyRow>, Error> {
+        let sql = "SELECT id, path, epoch, finished, pruned, pruned_attempts FROM keys WHERE path = ?1";
+        one(self.view(), sql, [key.as_str()], |row| key_row(row, 0))
+    }
+
+    /// All that may be pruned, as of one moment, in the order of key numbers and epochs.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub fn prunable(&self, bounds: &Bounds) -> Result<Vec<Candidate>, Error> {
+        let everything = Limits { candidates: i64::MAX as usize, keys: i64::MAX as usize };
+        let read = || {
+            let tx = self.view().unchecked_transaction()?;
+            sqlite_prune::prunable(&tx, Place::default(), bounds, everything)
+        };
+        read().map(|portion| portion.candidates).map_err(|e: rusqlite::Error| fault(&e))
     }
 
     /// Copies the registry as of one moment to a file that is not there yet, also while it is served.
@@ -282,8 +314,8 @@ pub(super) fn problems(connection: &Connection, check: &str) -> Result<Vec<Strin
 pub(super) fn miscounted(connection: &Connection) -> Result<Option<String>, rusqlite::Error> {
     connection
         .query_row(
-            "SELECT path FROM keys k WHERE epoch <> max(pruned, coalesce( \
-             (SELECT max(epoch) FROM attempts a WHERE a.key_id = k.id), 0)) LIMIT 1",
+            "SELECT path FROM keys k WHERE epoch <> coalesce( \
+             (SELECT max(epoch) FROM attempts a WHERE a.key_id = k.id), 0) LIMIT 1",
             [],
             |row| Ok(format!("the epoch of key {:?} is not that of its newest attempt", row.get::<_, String>(0)?)),
         )

@@ -39,15 +39,20 @@ impl Mount {
 
     /// The same, with more in the environment of `leasefs mount`.
     pub fn with_variables(options: &[&str], variables: &[(&str, &Path)]) -> Mount {
+        let mut mount = Mount::unserved();
+        mount.variables = variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+        mount.start(options);
+        mount
+    }
+
+    /// The directories only, for a tree that the test mounts there in a way of its own, and unmounts.
+    pub fn unserved() -> Mount {
         assert!(Path::new("/dev/fuse").exists(), "these tests need /dev/fuse");
         let dir = tempfile::Builder::new().prefix("leasefs-test-").tempdir().expect("temporary directory");
         // Other uids walk through it to reach the mountpoint.
         set_mode(dir.path(), 0o755);
         fs::create_dir(dir.path().join("mnt")).expect("mountpoint");
-        let variables = variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-        let mut mount = Mount { dir, variables, mounted: false, keeper: None };
-        mount.start(options);
-        mount
+        Mount { dir, variables: Vec::new(), mounted: false, keeper: None }
     }
 
     /// Mounts with the defaults the tests share.

@@ -79,12 +79,13 @@ fn fill(ballast: &Path) {
     let _ = file.sync_all();
 }
 
-/// `NAME` in `.leasefs/metrics`.
+/// `NAME` in `.leasefs/metrics`, over all its labels.
 fn metric(root: &Path, name: &str) -> u64 {
     let text = fs::read_to_string(root.join(".leasefs/metrics")).expect("metrics");
-    let line = text.lines().find(|line| line.split(' ').next() == Some(name));
-    let value = line.and_then(|line| line.rsplit(' ').next()?.parse().ok());
-    value.unwrap_or_else(|| panic!("no {name} in {text}"))
+    let of_name = text.lines().filter(|line| line.split([' ', '{']).next() == Some(name));
+    let values: Vec<u64> = of_name.filter_map(|line| line.rsplit(' ').next()?.parse().ok()).collect();
+    assert!(!values.is_empty(), "no {name} in {text}");
+    values.iter().sum()
 }
 
 fn status(root: &Path, key: &str) -> serde_json::Value {

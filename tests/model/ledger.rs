@@ -37,6 +37,7 @@ fn row(a: &Attempt) -> AttemptRow {
         ended_ms: a.ended.map(|at| at.wall_ms),
         registered: a.registered,
         result: a.result.map(|result| (result.size, result.committed_ms)),
+        result_pruned: false,
     }
 }
 
@@ -103,7 +104,8 @@ impl Ledger {
             return Err(format!("recorded as shared by {:?}, but it is by {shares:?}", self.shares));
         }
         let name = Key::parse("k").map_err(|e| e.to_string())?;
-        let keys = [KeyRow { id: 1, key: name, epoch: self.epoch, finished: self.finished, pruned: 0 }];
+        let keys =
+            [KeyRow { id: 1, key: name, epoch: self.epoch, finished: self.finished, pruned: 0, pruned_attempts: 0 }];
         let size = |row: &AttemptRow| row.result.map(|(size, _)| size);
         let found = verify::check(&keys, &self.rows, size);
         if found.is_empty() { Ok(()) } else { Err(format!("{found:?}")) }

@@ -14,6 +14,7 @@ mod ledger;
 mod linear;
 mod machine;
 mod players;
+mod prune;
 mod refused;
 #[allow(dead_code, reason = "the suites on a mount use more of it")]
 #[path = "../suites/register.rs"]

@@ -8,6 +8,7 @@ use leasefs::engine::{Asked, Durability, Memory, Start, Survivors};
 use leasefs::machine::Reply;
 use leasefs::namespaces::{Credentials, Node};
 use leasefs::registry::journal::Journal;
+use leasefs::registry::prune::{Candidate, Pruned};
 use leasefs::registry::sqlite::{Check, Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, Backlog, Checkpoint, KeyRow, Loaded, NamespaceRow, Read, Registry, Write};
 use leasefs::results::Results;
@@ -43,6 +44,7 @@ struct Plan {
     writes: usize,
     meanwhile: Option<Meanwhile>,
     recorded: Vec<Vec<Write>>,
+    refuses_prunes: bool,
 }
 
 /// The orders of a [`FaultyRegistry`]. Without any it is a faithful one.
@@ -68,6 +70,11 @@ impl Orders {
     /// How many writes the last commit was of.
     pub fn writes(&self) -> usize {
         self.0.lock().writes
+    }
+
+    /// Whether the disk has no room for a prune.
+    pub fn refuse_prunes(&self, refuse: bool) {
+        self.0.lock().refuses_prunes = refuse;
     }
 
     /// Ends all faults.
@@ -132,6 +139,14 @@ impl Registry for FaultyRegistry {
             Fate::DiskFull => Err(Error::storage(Some(ENOSPC), "no space left, by order")),
             Fate::Broken => Err(Error::storage(None, "broken, by order")),
         }
+    }
+
+    fn prune(&mut self, candidates: &[Candidate], files_gone: &[(KeyId, Epoch)]) -> Result<Vec<Pruned>, Error> {
+        const ENOSPC: i32 = 28;
+        if self.1.0.lock().refuses_prunes {
+            return Err(Error::storage(Some(ENOSPC), "no space left, by order"));
+        }
+        self.0.prune(candidates, files_gone)
     }
 
     fn backlog(&self) -> Backlog {

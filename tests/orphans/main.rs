@@ -10,4 +10,5 @@ mod dead_mount;
 mod ends;
 mod held;
 mod lost;
+mod reap;
 mod shared;

@@ -14,6 +14,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{LEASEFS, Mount, assert_ok, set_mode, stdout};
 
+mod jobs;
+
 const README: &str = include_str!("../../README.md");
 
 /// Names and blocks, in the README's order.
@@ -28,6 +30,11 @@ fn recipes() -> Vec<(&'static str, &'static str, &'static str)> {
             (name, language, code)
         })
         .collect()
+}
+
+/// The block of a recipe that no interpreter of ours runs as a whole.
+fn block(name: &str) -> &'static str {
+    recipes().into_iter().find(|recipe| recipe.0 == name).unwrap_or_else(|| panic!("no recipe {name}")).2
 }
 
 /// A mount, and a directory in which recipes are run.
@@ -76,6 +83,12 @@ impl Kitchen {
     }
 }
 
+/// The recipes call the command by its name.
+fn path() -> String {
+    let bin = Path::new(LEASEFS).parent().expect("the binary is in a directory");
+    format!("{}:{}", bin.display(), std::env::var("PATH").expect("PATH is set"))
+}
+
 /// Writes the recipe's block to a file and runs that with its language's own command.
 fn cook(name: &str, dir: &Path, mut command: Command) -> Output {
     let (_, language, code) =
@@ -86,23 +99,22 @@ fn cook(name: &str, dir: &Path, mut command: Command) -> Output {
     fs::write(&file, format!("{code}\n")).expect("recipe written");
     let runner: &[&str] = match language {
         "bash" => &["bash"],
+        "sh" => &["sh"],
         "python" => &["python3"],
         "js" => &["node"],
         "go" => &["go", "run"],
         other => panic!("recipe {name} is in {other}"),
     };
-    // The recipes call the command by its name.
-    let bin = Path::new(LEASEFS).parent().expect("the binary is in a directory");
-    let path = format!("{}:{}", bin.display(), std::env::var("PATH").expect("PATH is set"));
-    command.arg(format!("PATH={path}")).args(runner).arg(&file).current_dir(dir).output().expect("the recipe runs")
+    command.arg(format!("PATH={}", path())).args(runner).arg(&file).current_dir(dir).output().expect("the recipe runs")
 }
 
 #[test]
 fn every_recipe_of_the_readme_is_tested() {
     let written: BTreeSet<_> = recipes().iter().map(|recipe| recipe.0).collect();
-    let me = include_str!("main.rs");
+    let tests = [include_str!("main.rs"), include_str!("jobs.rs")];
     for name in &written {
-        assert!(me.contains(&format!("cook(\"{name}\"")), "no test runs the recipe {name}");
+        let calls = ["cook", "block"].map(|call| format!("{call}(\"{name}\""));
+        assert!(tests.iter().any(|text| calls.iter().any(|call| text.contains(call))), "no test runs {name}");
     }
     assert_eq!(written.len(), recipes().len(), "a name is used twice");
     // Indented blocks are for lines no test runs; code in a fence is a recipe.
@@ -152,6 +164,33 @@ fn shell_once_does_it_once() {
     assert_ok(&output);
     assert!(String::from_utf8_lossy(&output.stderr).contains("cannot overwrite existing file"), "{output:?}");
     assert_eq!(kitchen.runs("import"), 2);
+}
+
+#[test]
+fn sh_once_does_it_once() {
+    let kitchen = Kitchen::new();
+    kitchen.script("rotate", "echo run >>rotate.runs; exit 3");
+    assert_eq!(kitchen.cook("sh-once").status.code(), Some(3));
+    kitchen.program("rotate");
+    assert_ok(&kitchen.cook("sh-once"));
+    kitchen.assert_finished("rotate", 2, "");
+    assert_ok(&kitchen.cook("sh-once"));
+    assert_eq!(kitchen.runs("rotate"), 2);
+}
+
+#[test]
+fn rust_client_is_the_example_of_its_documentation() {
+    // Which `cargo test` compiles; tests/client runs every call.
+    let documented: Vec<_> = include_str!("../../src/client.rs")
+        .lines()
+        .skip_while(|line| *line != "//! ```no_run")
+        .skip(1)
+        .take_while(|line| *line != "//! ```")
+        .map(|line| line.strip_prefix("//!").expect("a comment").trim_start_matches(' '))
+        .filter(|line| !line.starts_with("# "))
+        .collect();
+    let shown: Vec<_> = block("rust-client").lines().map(str::trim_start).collect();
+    assert_eq!(shown, documented);
 }
 
 #[test]

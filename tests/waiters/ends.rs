@@ -247,3 +247,29 @@ fn a_waiter_with_many_groups_is_not_deaf() {
     assert!(start.elapsed() < Duration::from_secs(1) + SOON, "{:?}", start.elapsed());
     assert_no_phantom(&mount, &holder, fd);
 }
+
+#[test]
+fn a_waiter_that_the_server_may_not_see_waits_on_and_hears_a_signal() {
+    // A /proc that hides the processes of others from a server that may not trace them.
+    let script = r#"
+        mount -t proc -o hidepid=2,gid=12345 proc /proc && mkdir mnt || exit
+        setpriv --bounding-set -sys_ptrace "$LEASEFS" mount mnt --state state --allow-other --durability process || exit
+        setpriv --bounding-set -sys_ptrace cat /proc/1/status >unhidden 2>/dev/null
+        exec 9<>mnt/claims/k; flock 9
+        wait='open($f, "<", "mnt/claims/k"); print(flock($f, 2) ? "locked" : $! + 0)'
+        setpriv --reuid 1000 --regid 1000 --clear-groups perl -e "$wait" >said & waiter=$!
+        until grep -q '"waiters":1' mnt/status/k; do sleep 0.01; done
+        for i in {1..30}; do sleep 0.01; grep -o '"waiters":.' mnt/status/k; done | sort -u
+        kill -TERM $waiter; SECONDS=0; wait $waiter; echo "ended: $?, after $SECONDS s"
+        exec 9>&-; "$LEASEFS" unmount mnt"#;
+    let dir = tempfile::tempdir().expect("a directory");
+    crate::common::set_mode(dir.path(), 0o755);
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "bash", "-c", script]).current_dir(dir.path());
+    let output = command.env("LEASEFS", crate::common::LEASEFS).output().expect("unshare runs");
+    let file = |name: &str| std::fs::read_to_string(dir.path().join(name)).expect("a file");
+    assert_eq!((file("unhidden"), file("said")), (String::new(), String::new()));
+    let said = crate::common::stdout(&output);
+    assert!(said.starts_with("\"waiters\":1\nended: 143, after "), "{said}{output:?}");
+    assert!(said.contains("after 0 s") || said.contains("after 1 s") || said.contains("after 2 s"), "{said}");
+}

@@ -78,7 +78,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// The lock that a server takes, unless one has it.
-fn keep_servers_off(dir: &Path) -> Result<Option<Flock<File>>> {
+pub(super) fn keep_servers_off(dir: &Path) -> Result<Option<Flock<File>>> {
     let path = dir.join("lock");
     // A backup that was never served has none yet.
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);

@@ -67,7 +67,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// One order is one write.
-fn send(tree: &Tree, order: &str) -> io::Result<()> {
+pub(super) fn send(tree: &Tree, order: &str) -> io::Result<()> {
     let mut control = OpenOptions::new().write(true).open(tree.control("control"))?;
     match control.write(format!("{order}\n").as_bytes())? {
         length if length > order.len() => Ok(()),

@@ -62,8 +62,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
     } else {
         write_table(&mut out, &attempts)?;
-        if let Some(first) = attempts.first().filter(|first| first.epoch > 1) {
-            writeln!(out, "(epochs 1 to {} are no longer kept)", first.epoch - 1)?;
+        match reader.key(&key).with_context(|| key.to_string())?.map_or(0, |row| row.pruned_attempts) {
+            0 => {}
+            1 => writeln!(out, "(1 earlier attempt pruned)")?,
+            pruned => writeln!(out, "({pruned} earlier attempts pruned)")?,
         }
     }
     out.flush()?;
@@ -100,7 +102,11 @@ fn write_table(out: &mut impl Write, attempts: &[AttemptRow]) -> io::Result<()> 
         row.extend([
             rfc3339(attempt.since_ms),
             attempt.ended_ms.map_or_else(|| NOTHING.to_owned(), rfc3339),
-            attempt.result.map_or_else(|| NOTHING.to_owned(), |(size, _)| format!("{size} B")),
+            match attempt.result {
+                Some((size, _)) => format!("{size} B"),
+                None if attempt.result_pruned => "pruned".to_owned(),
+                None => NOTHING.to_owned(),
+            },
             show::cell(&attempt.note),
         ]);
         row
@@ -137,5 +143,6 @@ fn object(key: &Key, attempt: &AttemptRow) -> Value {
             "size": size,
             "committed": rfc3339(committed_ms),
         })),
+        "result_pruned": attempt.result_pruned,
     })
 }

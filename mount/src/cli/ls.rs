@@ -72,6 +72,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Every key that may be seen, and how many namespaces may not be read.
+pub(super) fn everything(tree: &Tree) -> Result<(Vec<Status>, usize)> {
+    let mut listing = Listing { tree, prefix: "", found: Vec::new(), shut: 0 };
+    listing.walk("", true)?;
+    Ok((listing.found, listing.shut))
+}
+
 fn row(status: &Status) -> [String; 9] {
     let now_ms = show::now_ms();
     let span = |time: &Option<String>, sign: i64| {

@@ -15,6 +15,8 @@ pub mod history;
 pub mod ls;
 pub mod mount;
 pub mod probe;
+pub mod prune;
+pub mod reap;
 pub mod run;
 pub mod serve;
 pub mod show;
@@ -67,6 +69,10 @@ pub enum Command {
     Verify(verify::Args),
     /// Copy the state directory to a place it can be served from, mounted or not
     Backup(backup::Args),
+    /// Take ended attempts and their results away, by age or number
+    Prune(prune::Args),
+    /// Look now for proof that the holders of orphaned keys are dead
+    Reap(reap::Args),
     /// Serve a connection that the keeper holds
     #[command(hide = true)]
     Serve(serve::Args),
@@ -89,6 +95,8 @@ pub fn main() -> ExitCode {
         Command::Evict(args) => (evict::run(args), EXIT_FAILURE),
         Command::Verify(args) => (verify::run(args), EXIT_FAILURE),
         Command::Backup(args) => (backup::run(args), EXIT_FAILURE),
+        Command::Prune(args) => (prune::run(args), EXIT_FAILURE),
+        Command::Reap(args) => (reap::run(args), EXIT_FAILURE),
         Command::Serve(args) => (serve::run(args), EXIT_NO),
         Command::Probe(args) => (probe::run(args), EXIT_NO),
     };

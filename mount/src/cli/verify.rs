@@ -9,6 +9,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use leasefs::registry::AttemptRow;
+use leasefs::results::Results;
 use leasefs::verify::{Violation, check};
 use serde_json::json;
 
@@ -75,6 +76,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 fn examine(dir: &Path) -> Result<Report> {
+    // Rows first and then their files: no prune may come in between.
+    let _still = Results::at(dir).lock_shared();
     let reader = tree::open_registry(dir)?;
     let context = || dir.join("registry.db").display().to_string();
     let damage = reader.integrity().with_context(context)?;

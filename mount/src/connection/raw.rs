@@ -1,6 +1,6 @@
 //! Requests and answers as the kernel has them (`linux/fuse.h`): only what a take-over makes or looks at itself.
 
-use crate::flight::{OWN, Record, opcode};
+use crate::flight::{OWN, RESEND, Record, opcode};
 use crate::ino::Node;
 
 /// The root's inode.
@@ -51,6 +51,12 @@ impl Header {
             pid: u32_at(request, 32)?,
         })
     }
+}
+
+/// The number of the request that a signal came for, where this is what the kernel says.
+pub fn interrupted(request: &[u8]) -> Option<u64> {
+    let is_interrupt = u32_at(request, 4) == Some(opcode::INTERRUPT);
+    u64_at(request, HEADER).filter(|_| is_interrupt).map(|unique| unique & !RESEND)
 }
 
 /// The number an answer is for; 0 for a notice.
@@ -104,6 +110,12 @@ pub fn again(record: &Record) -> Vec<u8> {
 /// request, which the kernel takes where the request is there, and refuses with `ENOENT` where it is not.
 pub fn question(unique: u64) -> [u8; ANSWER] {
     answer(unique | INTERRUPTED, 0)
+}
+
+/// Has the kernel send the interrupt of a request once more, where a signal came for it: it has the form of the answer that
+/// the request is not known yet.
+pub fn interrupt_again(unique: u64) -> [u8; ANSWER] {
+    answer(unique | INTERRUPTED, -libc::EAGAIN)
 }
 
 fn answer(unique: u64, error: i32) -> [u8; ANSWER] {
@@ -212,6 +224,8 @@ mod tests {
             (64, Some(6), Some(1), Some(9))
         );
         assert_eq!(answered(&refusal(42, libc::EINTR)), Some(42));
+        let interrupt = request(opcode::INTERRUPT, 43 | RESEND, 0, (0, 0), 0, &(42 | RESEND).to_ne_bytes());
+        assert_eq!((interrupted(&interrupt), interrupted(&lock)), (Some(42), None));
         assert_eq!(Header::of(&[0; 12]), None);
     }
 

@@ -214,7 +214,7 @@ impl LeaseFs {
             if since_ns < now.boot_ns {
                 self.engine.waits_since(waiter, Now { boot_ns: since_ns, wall_ms: now.wall_at(since_ns) });
             }
-            self.watcher.add(Wait::Lock(waiter), req.pid());
+            self.watcher.add(Wait::Lock(waiter), req.unique(), req.pid());
             // Its answer may have come in between, and has found nothing to take off the watch.
             if !self.engine.is_waiting(waiter) {
                 self.watcher.remove(Wait::Lock(waiter));

@@ -10,6 +10,7 @@ use leasefs::{Epoch, Error, Handle, Key, KeyId, view};
 use serde::Deserialize;
 
 use super::handles::{Open, Snapshot};
+use super::orders::Pruning;
 use super::{Caller, LeaseFs, Shared};
 use crate::clock;
 use crate::errno::errno;
@@ -60,6 +61,10 @@ enum Order {
     },
     /// Renews an attempt of the caller's own.
     Renew { key: String, epoch: u64 },
+    /// To prune what has ended: see [`super::orders`].
+    Prune(Pruning),
+    /// To look for proof that the holders of orphaned keys are dead, now.
+    Reap {},
 }
 
 impl LeaseFs {
@@ -129,7 +134,7 @@ impl LeaseFs {
         let fresh = || match file {
             Control::Version => Some(format!("{}\n", self.settings.version)),
             Control::Config => serde_json::to_string(&self.settings).ok().map(|json| json + "\n"),
-            Control::Metrics => self.engine.metrics().ok(),
+            Control::Metrics => self.metrics().ok(),
             Control::Events | Control::Orders => None,
         };
         let text = if offset == 0 { fresh() } else { None };
@@ -172,19 +177,24 @@ impl LeaseFs {
             let number = parked.last;
             parked.readers.insert(number, Reader { handle, next, size, reply, place });
             self.engine.set_watched(true);
-            self.watcher.add(Wait::Events(number), req.pid());
+            self.watcher.add(Wait::Events(number), req.unique(), req.pid());
         }
         // What happened before it was parked woke nobody.
         self.answer_events();
     }
 
     pub(super) fn order(&self, req: &Caller, data: &[u8], reply: ReplyWrite) {
-        let order = serde_json::from_slice(data).map_err(|_| Errno::EINVAL);
-        let (key, input) = match order.and_then(|order| self.plan(req, order)) {
+        let length = u32::try_from(data.len()).unwrap_or(0);
+        let order = match serde_json::from_slice(data) {
+            Ok(Order::Prune(pruning)) => return self.order_prune(req, pruning, length, reply),
+            Ok(Order::Reap {}) => return self.order_reap(req, length, reply),
+            Ok(order) => order,
+            Err(_) => return reply.error(Errno::EINVAL),
+        };
+        let (key, input) = match self.plan(req, order) {
             Ok(planned) => planned,
             Err(refused) => return reply.error(refused),
         };
-        let length = u32::try_from(data.len()).unwrap_or(0);
         let done = move |result: Result<_, Error>| match result {
             Ok(_) => reply.written(length),
             Err(error) => reply.error(errno(&error)),
@@ -213,6 +223,8 @@ impl LeaseFs {
                 let key = self.own_key(req, &key)?;
                 (key, Input::RenewAttempt { epoch: Epoch(epoch), uid })
             }
+            // They are about no one key.
+            Order::Prune(_) | Order::Reap {} => return Err(Errno::EINVAL),
         })
     }
 
@@ -223,7 +235,7 @@ impl LeaseFs {
         self.engine.find(&key).map_err(|error| errno(&error))?.ok_or(absent)
     }
 
-    fn is_operator(&self, req: &Caller) -> bool {
+    pub(super) fn is_operator(&self, req: &Caller) -> bool {
         req.uid() == 0 || req.uid() == self.settings.mount_owner
     }
 

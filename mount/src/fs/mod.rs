@@ -6,12 +6,13 @@
 //! | [`claims`] | `claims/KEY`: create, open, lock, read, write, unlink |
 //! | [`results`] | `results/KEY/EPOCH`: drafts, commit, reading |
 //! | [`control`] | `status/KEY`, `.leasefs/*`, polling |
+//! | [`orders`] | orders that take their time: prune, reap |
 //! | [`xattrs`] | `user.lease.ttl`, `user.lease.agent` |
 //! | [`handles`] | what an open file is |
 //! | [`kept`] | what the next server has to know, should this one be killed |
 //!
 //! One thread reads requests, so that a close is seen before the open that follows it. Whatever it decided is recorded
-//! once the kernel has nothing more to read, by that thread itself: see [`LeaseFs::settle`].
+//! once the kernel has nothing more to read, by that thread itself: see [`Shared::settle`].
 
 mod claims;
 mod control;
@@ -20,6 +21,7 @@ mod dispatch;
 mod handles;
 mod kept;
 mod names;
+mod orders;
 mod results;
 mod xattrs;
 
@@ -33,10 +35,11 @@ use fuser::{FileHandle, INodeNo, PollEvents, Request};
 use leasefs::namespaces::{Credentials, Namespace};
 use leasefs::{Engine, KeyId, Now, RequestId};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::flight::{Flight, Handling, Record, opcode};
 use crate::openfiles::OpenFiles;
+use crate::orphans::Reap;
 use crate::process::{self, Processes};
 use crate::timekeeper::Alarm;
 use crate::watcher::{Wait, Watcher};
@@ -45,6 +48,7 @@ use claims::{KnownOwner, LockRequest};
 use control::{Parked, Polls};
 use handles::Open;
 pub use kept::{Kept, survivors};
+use orders::Orders;
 
 /// Requests that may be gathered while the kernel has more to read, before what they decided is recorded.
 const MAX_GATHERED: u32 = 64;
@@ -110,6 +114,11 @@ pub struct Shared {
     owners: Mutex<foldhash::HashMap<u64, KnownOwner>>,
     polls: Mutex<Polls>,
     parked: Mutex<Parked>,
+    orders: Mutex<Orders>,
+    /// Whoever looks up a result and opens it has this for reading.
+    opening: RwLock<()>,
+    /// Orders to look for proof of death.
+    pub reap: Reap,
     gathered: AtomicU32,
     /// The writer was asked to record what was decided, and has not begun.
     handed: AtomicBool,
@@ -211,6 +220,9 @@ impl LeaseFs {
             owners: Mutex::default(),
             polls: Mutex::default(),
             parked: Mutex::default(),
+            orders: Mutex::default(),
+            opening: RwLock::default(),
+            reap: Reap::default(),
             gathered: AtomicU32::new(0),
             handed: AtomicBool::new(false),
         })))
@@ -257,29 +269,6 @@ impl LeaseFs {
         let (owner, flags, events) = asked;
         let record = Record { opcode: opcode::POLL, ino: ino.0, handle: handle.0, owner, ..record_of(req) };
         self.flight.recording(Record { kind: flags.bits(), range: (events.bits().into(), 0), ..record })
-    }
-
-    /// To be called after every request: records what was decided unless the kernel has more to read right now.
-    fn settle(&self) {
-        if self.engine.is_urgent() {
-            let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
-            if gathered >= MAX_GATHERED
-                || self.careful.load(Ordering::Relaxed)
-                || self.engine.is_quick()
-                || !self.has_more()
-            {
-                self.gathered.store(0, Ordering::Relaxed);
-                self.flush(clock::now());
-            }
-        }
-        self.timekeeper.need(self.next_ns());
-        self.writer.need(self.engine.apply_ns());
-        self.announce();
-    }
-
-    fn has_more(&self) -> bool {
-        let mut fds = [PollFd::new(self.device.as_fd(), PollFlags::POLLIN)];
-        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
     fn caller(&self, req: &Request) -> Caller {
@@ -329,6 +318,37 @@ fn record_of(req: &Request) -> Record {
 }
 
 impl Shared {
+    /// To be called after every request: records what was decided unless the kernel has more to read right now.
+    fn settle(&self) {
+        if self.engine.is_urgent() {
+            let gathered = self.gathered.fetch_add(1, Ordering::Relaxed);
+            if gathered >= MAX_GATHERED
+                || self.careful.load(Ordering::Relaxed)
+                || self.engine.is_quick()
+                || !self.has_more()
+            {
+                self.gathered.store(0, Ordering::Relaxed);
+                self.flush(clock::now());
+            }
+        }
+        self.timekeeper.need(self.next_ns());
+        self.writer.need(self.engine.apply_ns());
+        self.announce();
+    }
+
+    fn has_more(&self) -> bool {
+        let mut fds = [PollFd::new(self.device.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+
+    /// The kernel says that a signal came for whoever sent this request. To be called by the thread that reads requests.
+    pub fn on_interrupt(&self, unique: u64) {
+        killpoint::kill_point(killpoint::INTERRUPTED, b"");
+        self.watcher.interrupted(unique);
+        // Nothing may follow that the kernel has to read.
+        self.settle();
+    }
+
     /// Has each decision be recorded by itself, or not.
     pub fn set_careful(&self, careful: bool) {
         self.careful.store(careful, Ordering::Relaxed);
@@ -400,6 +420,7 @@ impl Shared {
                 self.interrupt_events(parked);
                 self.watcher.remove(wait);
             }
+            Wait::Order(number) => self.interrupt_order(number),
         }
         if self.engine.is_urgent() {
             self.flush(now);

@@ -80,6 +80,8 @@ impl LeaseFs {
         }
         let (fs, caller) = (self.clone(), req.clone());
         let answer = move || {
+            // A prune that comes in between finds it among the open ones.
+            let _opening = fs.opening.read();
             // The registry decides whether there is a result, not whether there is a file.
             let file = match fs.engine.result_of(key, epoch) {
                 Ok(Some(_)) => fs.engine.results.read(key, epoch).map_err(Error::from),

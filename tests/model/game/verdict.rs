@@ -1,5 +1,7 @@
 //! The verdict: what everybody was told, and what is left, against what the contract's model says of the same requests.
 
+use leasefs::metrics::Outside;
+
 use super::*;
 
 impl Game {
@@ -38,7 +40,7 @@ impl Game {
             waiting += self.look(at, |entry| entry.state.line.len()).unwrap_or(0);
             wake_ns = wake_ns.min(self.look(at, |entry| entry.state.deadline_ns()).flatten().unwrap_or(u64::MAX));
         }
-        let metrics = engine.metrics().expect("keys can be read");
+        let metrics = engine.metrics(&Outside::default(), self.now()).expect("keys can be read");
         for (name, value) in [("held", held), ("waiting", waiting)] {
             prop_assert!(metrics.contains(&format!("\nleasefs_{name} {value}\n")), "{} {}: {}", name, value, metrics);
         }

@@ -1,0 +1,229 @@
+//! Recipes for what starts programs: cron, systemd, make, a CI runner, compose.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::mount::MntFlags;
+
+use crate::common::{Background, PATIENCE, assert_ok, stdout, wait_for};
+use crate::{Kitchen, block, path};
+
+/// A shell as cron and CI runners start it: with little in its environment.
+fn bare(kitchen: &Kitchen, shell: &[&str], line: &str) -> Command {
+    let mut command = Command::new(shell[0]);
+    command
+        .args(&shell[1..])
+        .arg(line)
+        .env_clear()
+        .env("HOME", &kitchen.dir)
+        .env("PATH", path())
+        .env("LEASEFS_ROOT", kitchen.mount.root())
+        .current_dir(&kitchen.dir)
+        .stdin(Stdio::null());
+    command
+}
+
+/// A program that goes on until the file `go` is there.
+fn slow_program(kitchen: &Kitchen, name: &str) {
+    kitchen.script(name, &format!("echo run >>{name}.runs; until [ -e go ]; do sleep 0.01; done; echo 42"));
+}
+
+fn in_background(command: &mut Command) -> Background {
+    Background(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts"))
+}
+
+#[test]
+fn cron_leaves_out_a_run_while_the_last_is_at_it() {
+    let kitchen = Kitchen::new();
+    slow_program(&kitchen, "sync");
+    let line = block("cron").lines().find(|line| line.starts_with('*')).expect("a line with a command");
+    let command = line.splitn(6, ' ').nth(5).expect("five fields and a command");
+    let mut first = in_background(&mut bare(&kitchen, &["/bin/sh", "-c"], command));
+    wait_for("the first run", || kitchen.runs("sync") == 1);
+    let output = bare(&kitchen, &["/bin/sh", "-c"], command).output().expect("sh runs");
+    assert_ok(&output);
+    assert_eq!(stdout(&output), "", "cron would mail it");
+    assert_eq!(kitchen.runs("sync"), 1);
+    File::create(kitchen.dir.join("go")).expect("a file");
+    assert!(first.wait().success());
+    assert_ok(&bare(&kitchen, &["/bin/sh", "-c"], command).output().expect("sh runs"));
+    assert_eq!(kitchen.runs("sync"), 2);
+}
+
+#[test]
+fn systemd_takes_the_unit_and_its_command_holds_the_key() {
+    let kitchen = Kitchen::new();
+    // A root of its own, in which the unit's programs are.
+    let root = kitchen.dir.join("root");
+    fs::create_dir_all(root.join("etc/systemd/system")).expect("directories");
+    fs::create_dir_all(root.join("usr/bin")).expect("directories");
+    for program in ["leasefs", "index-documents"] {
+        fs::copy("/bin/true", root.join("usr/bin").join(program)).expect("a program");
+    }
+    fs::write(root.join("etc/systemd/system/index.service"), block("systemd")).expect("the unit");
+    let output = Command::new("systemd-analyze")
+        .args(["verify", "--man=no", "--recursive-errors=no", "--root"])
+        .arg(&root)
+        .arg("index.service")
+        .output()
+        .expect("systemd-analyze runs");
+    assert_ok(&output);
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "", "systemd has nothing to say against it");
+
+    kitchen.script("index-documents", "echo \"$@\" >seen; cat \"$LEASEFS_ROOT/status/index\" >>seen");
+    let command = block("systemd").lines().find_map(|line| line.strip_prefix("ExecStart=")).expect("a command");
+    let path = format!("{}:{}", path(), kitchen.dir.display());
+    assert_ok(&bare(&kitchen, &["/bin/sh", "-c"], command).env("PATH", path).output().expect("sh runs"));
+    let seen = fs::read_to_string(kitchen.dir.join("seen")).expect("it ran");
+    assert!(seen.starts_with("--all\n") && seen.contains("\"state\":\"held\""), "{seen}");
+}
+
+#[test]
+fn make_builds_once_though_asked_twice() {
+    let kitchen = Kitchen::new();
+    slow_program(&kitchen, "report");
+    fs::write(kitchen.dir.join("Makefile"), format!("{}\n", block("make"))).expect("the Makefile");
+    fs::write(kitchen.dir.join("data.csv"), "1\n").expect("the data");
+    let make = || bare(&kitchen, &["make"], "report.txt");
+    let mut first = in_background(&mut make());
+    wait_for("the first build", || kitchen.runs("report") == 1);
+    let mut second = in_background(&mut make());
+    kitchen.mount.wait_status("report", "the second waits", |status| status["waiters"] == 1);
+    File::create(kitchen.dir.join("go")).expect("a file");
+    assert!(first.wait().success() && second.wait().success());
+    assert_eq!(kitchen.runs("report"), 1);
+    assert_eq!(fs::read_to_string(kitchen.dir.join("report.txt")).expect("the report"), "42\n");
+
+    // A build that fails leaves nothing that a later one would take for done.
+    kitchen.script("report", "echo half; exit 1");
+    fs::remove_file(kitchen.dir.join("report.txt")).expect("removed");
+    assert!(!make().output().expect("make runs").status.success());
+    assert!(!kitchen.dir.join("report.txt").exists());
+}
+
+#[test]
+fn a_ci_job_deploys_one_at_a_time() {
+    let kitchen = Kitchen::new();
+    // Fails when another is at it.
+    kitchen.script("deploy", "mkdir at-it || exit 9; echo \"$1\" >>deployed; sleep 0.05; rmdir at-it");
+    let script: String = block("ci")
+        .lines()
+        .skip_while(|line| line.trim() != "run: |")
+        .skip(1)
+        .map(|line| format!("{}\n", line.trim_start()))
+        .collect();
+    let file = kitchen.dir.join("step.sh");
+    fs::write(&file, script).expect("the step");
+    // As a runner does it: the lines in a file, by this shell.
+    let shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail"];
+    std::thread::scope(|scope| {
+        for at in 0..3 {
+            let mut step = bare(&kitchen, &shell, file.to_str().expect("a plain path"));
+            step.env("GITHUB_SHA", format!("sha-{at}"));
+            scope.spawn(move || assert_ok(&step.output().expect("bash runs")));
+        }
+    });
+    let mut deployed: Vec<_> =
+        fs::read_to_string(kitchen.dir.join("deployed")).expect("deployed").lines().map(str::to_owned).collect();
+    deployed.sort();
+    assert_eq!(deployed, ["sha-0", "sha-1", "sha-2"]);
+    assert_eq!(kitchen.mount.status("deploy/production")["epoch"], 3);
+}
+
+/// Podman with all it keeps in one directory; what is left of it goes with the value.
+struct Pod<'a>(&'a Path);
+
+impl Pod<'_> {
+    /// Makes the command `podman` for whoever finds it there, and an image `busybox`.
+    fn set_up(dir: &Path) -> Pod<'_> {
+        fs::create_dir_all(dir.join("bin")).expect("directories");
+        let podman = stdout(&Command::new("sh").args(["-c", "command -v podman"]).output().expect("sh runs"));
+        // Networks cannot be made everywhere these tests run, and nothing here needs one.
+        let wrapper = format!(
+            r#"#!/bin/sh
+            command=$1; shift
+            if [ "$command" = run ]; then
+                for word; do
+                    shift
+                    case $word in --net | --network-alias) drop=1; continue ;; esac
+                    [ "$drop" ] || set -- "$@" "$word"
+                    drop=
+                done
+                set -- --network=none --ulimit nofile=4096:4096 --ulimit nproc=4096:4096 "$@"
+            fi
+            exec {podman} --root {dir}/root --runroot {dir}/run --tmpdir {dir}/tmp --cgroup-manager cgroupfs \
+                --storage-driver vfs --runtime runc --events-backend none "$command" "$@"
+            "#,
+            podman = podman.trim(),
+            dir = dir.display(),
+        );
+        let path = dir.join("bin/podman");
+        fs::write(&path, wrapper).expect("a script");
+        crate::set_mode(&path, 0o755);
+        let pod = Pod(dir);
+        let files = dir.join("image");
+        fs::create_dir_all(files.join("bin")).expect("directories");
+        let busybox = stdout(&Command::new("sh").args(["-c", "command -v busybox"]).output().expect("sh runs"));
+        fs::copy(busybox.trim(), files.join("bin/busybox")).expect("busybox");
+        for name in ["sh", "echo", "cat"] {
+            std::os::unix::fs::symlink("busybox", files.join("bin").join(name)).expect("a link");
+        }
+        let archive = dir.join("image.tar");
+        assert_ok(&Command::new("tar").arg("-C").arg(&files).arg("-cf").arg(&archive).arg(".").output().expect("tar"));
+        let archive = archive.to_str().expect("a plain path");
+        assert_ok(&pod.podman(&["import", archive, "docker.io/library/busybox:latest"]));
+        pod
+    }
+
+    fn podman(&self, arguments: &[&str]) -> Output {
+        Command::new(self.0.join("bin/podman")).args(arguments).stdin(Stdio::null()).output().expect("podman runs")
+    }
+}
+
+impl Drop for Pod<'_> {
+    fn drop(&mut self) {
+        self.podman(&["rm", "--all", "--force", "--time", "0"]);
+        self.podman(&["rmi", "--all", "--force"]);
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let below =
+            mounts.lines().filter_map(|line| line.split(' ').nth(4)).filter(|at| Path::new(at).starts_with(self.0));
+        for at in below.collect::<Vec<_>>().into_iter().rev() {
+            let _ = nix::mount::umount2(at, MntFlags::MNT_DETACH);
+        }
+        let _ = fs::remove_dir_all(self.0);
+    }
+}
+
+#[test]
+fn of_two_services_of_a_compose_file_one_does_the_work() {
+    let kitchen = Kitchen::new();
+    let dir = kitchen.dir.join("pod");
+    let pod = Pod::set_up(&dir);
+    fs::create_dir(kitchen.dir.join("work")).expect("a directory");
+    kitchen.script("work/import", "echo run >>/work/runs; echo 42");
+    fs::write(kitchen.dir.join("compose.yaml"), block("compose")).expect("the file");
+    let compose = |arguments: &[&str]| {
+        Command::new("podman-compose")
+            .args(["-f", "compose.yaml", "-p", "leasefs-test"])
+            .args(arguments)
+            .current_dir(&kitchen.dir)
+            .env("LEASEFS_ROOT", kitchen.mount.root())
+            .env("PATH", format!("{}:{}", pod.0.join("bin").display(), path()))
+            .stdin(Stdio::null())
+            .output()
+            .expect("podman-compose runs")
+    };
+    let output = compose(&["up", "-d"]);
+    assert_ok(&output);
+    let until = Instant::now() + PATIENCE;
+    let running = || stdout(&pod.podman(&["ps", "-q"])).lines().count();
+    while running() > 0 {
+        assert!(Instant::now() < until, "the services did not end: {output:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(stdout(&pod.podman(&["ps", "-aq"])).lines().count(), 2, "{output:?}");
+    kitchen.assert_finished("import", 1, "42\n");
+    assert_eq!(fs::read_to_string(kitchen.dir.join("work/runs")).expect("it ran"), "run\n");
+}
