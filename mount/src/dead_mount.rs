@@ -23,6 +23,7 @@ use nix::sys::stat::{Mode, fstatat};
 use nix::sys::statfs::{FsType, fstatfs};
 use serde::{Deserialize, Serialize};
 
+use crate::failure::Failure;
 use crate::mountinfo::{FS_TYPE, Mounted, mounts, unique_id};
 use crate::{clock, keeper, kernel_mount};
 
@@ -219,7 +220,7 @@ pub fn clean(state_dir: &Path, mountpoint: &Path) -> Result<()> {
     }
     let shown = record.mountpoint.display();
     if !is_dead(&record.mountpoint)? {
-        bail!("{shown} is still connected though its server is gone: end the process that has its /dev/fuse open");
+        bail!(Failure::StillConnected { path: shown.to_string() });
     }
     kernel_mount::disconnect(&record.mountpoint, true)
         .with_context(|| format!("{shown} is a mount whose server is gone, and cannot be taken away"))?;
@@ -271,7 +272,10 @@ fn still_there(mut lost: Vec<Connection>, last: Connection, now: &Connection) ->
 }
 
 /// Whether the mount on a path has lost its connection. Asked by a process that is killed where it gets no answer.
-fn is_dead(path: &Path) -> Result<bool> {
+///
+/// # Errors
+/// Where no process can be started.
+pub fn is_dead(path: &Path) -> Result<bool> {
     let mut probe = Command::new("/proc/self/exe");
     probe.arg("probe").arg("--dead").arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let mut probe = probe.spawn().context("cannot look at the dead mount")?;
@@ -281,8 +285,8 @@ fn is_dead(path: &Path) -> Result<bool> {
             return Ok(status.success());
         }
         if Instant::now() > deadline {
+            // Not waited for: a call that a stopped server has taken is not ended by a signal.
             probe.kill()?;
-            probe.wait()?;
             return Ok(false);
         }
         std::thread::sleep(Duration::from_millis(1));

@@ -8,6 +8,7 @@ use leasefs::Ttl;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use serde::{Deserialize, Serialize};
 
+use crate::failure::Failure;
 use crate::server::Plan;
 
 /// The version of this form, and of what server and keeper say to each other. To be raised with every change an older
@@ -38,6 +39,9 @@ pub struct Handover {
     pub starts: u32,
     /// The server before was ended by the keeper, in good health.
     pub blameless: bool,
+    /// Log to the state directory; stderr is its file, as the keeper has it.
+    #[serde(default)]
+    pub log_there: bool,
     /// Descriptors.
     pub fds: Fds,
 }
@@ -94,11 +98,11 @@ impl Handover {
     fn read(value: serde_json::Value) -> Result<(Handover, Passed)> {
         let protocol = value["protocol"].as_u64();
         if protocol != Some(PROTOCOL.into()) {
-            bail!(
-                "the keeper hands over by protocol {}, and this program ({}) knows {PROTOCOL}: unmount and mount again",
-                protocol.unwrap_or(0),
-                env!("CARGO_PKG_VERSION")
-            );
+            bail!(Failure::OtherProtocol {
+                keeper: protocol.unwrap_or(0).to_string(),
+                program: PROTOCOL.to_string(),
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+            });
         }
         let handover: Handover = serde_json::from_value(value).context(VARIABLE)?;
         let Fds { device, flight, files, last_read, lock, report: _ } = handover.fds;

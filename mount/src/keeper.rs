@@ -41,10 +41,11 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
+use crate::failure::{self, Failure};
 use crate::flight::Flight;
 use crate::handover::{ABLE, Fds, Handover, PROTOCOL, READY};
-use crate::server::{self, LOG, Plan};
-use crate::{connection, dead_mount, kernel_mount, mountinfo};
+use crate::server::{self, Plan};
+use crate::{connection, dead_mount, kernel_mount, logfile, mountinfo};
 use child::{Program, Server};
 use control::{Control, Requester};
 use pace::Pace;
@@ -74,11 +75,9 @@ pub struct Manner {
 pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> {
     let timeout_s = kernel_mount::request_timeout_s();
     if timeout_s > 0 {
-        bail!(
-            "fs.fuse.max_request_timeout is {timeout_s} s, and one longer wait would end the whole mount: \
-             run `sysctl fs.fuse.max_request_timeout=0`"
-        );
+        bail!(Failure::RequestTimeout { seconds: timeout_s.to_string() });
     }
+    kernel_mount::check_proc()?;
     // It was started by another path, and is to be found by its name.
     let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
     dead_mount::clean(&plan.state_dir, &plan.mountpoint)?;
@@ -86,7 +85,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
     let state_dir = server::make_state_dir(&plan.state_dir, &mountpoint)?;
     let lock = lock_state(&state_dir)?;
     if manner.log_there {
-        redirect_log(&state_dir)?;
+        logfile::follow(&state_dir)?;
     }
     // Blocked before there is a child, and read from a descriptor.
     let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD].into_iter().collect();
@@ -110,6 +109,7 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
             keeper_pid: std::process::id(),
             starts: 0,
             blameless: false,
+            log_there: manner.log_there,
             fds: Fds {
                 device: device.as_raw_fd(),
                 flight: flight.as_raw_fd(),
@@ -144,13 +144,9 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
             Ok(())
         }
         Ending::GaveUp(starts) => {
-            let shown = mounted.0.display().to_string();
+            let path = failure::shown(&mounted.0);
             std::mem::forget(mounted);
-            bail!(
-                "{starts} servers in a row did not get ready ({}): {shown} is left as it is and answers ENOTCONN; what \
-                 is held stays held: put right what is wrong, `leasefs unmount {shown}`, and mount again",
-                keeper.last_words
-            )
+            bail!(Failure::GaveUp { starts: starts.to_string(), path, why: keeper.last_words })
         }
     }
 }
@@ -527,17 +523,8 @@ pub fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
         }
         let lives = owner.trim().parse::<u32>().is_ok_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
         if began.elapsed() > if lives { LOCK_PATIENCE } else { DEAD_LOCK_PATIENCE } {
-            bail!(
-                "state directory {} is already served by another leasefs: unmount that one, or use another --state",
-                state_dir.display()
-            );
+            bail!(Failure::StateServed { path: failure::shown(state_dir) });
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-/// Sends what is logged from here on to the state directory.
-fn redirect_log(state_dir: &Path) -> Result<()> {
-    let log = OpenOptions::new().append(true).create(true).mode(0o600).open(state_dir.join(LOG)).context(LOG)?;
-    nix::unistd::dup2_stderr(log).context(LOG)
 }

@@ -11,18 +11,26 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::{getegid, geteuid};
 
+use crate::dead_mount;
+use crate::failure::{self, Failure};
 use crate::mountinfo::{FS_TYPE, is_leasefs, mounts};
+
+/// What a mount is of, where nothing else is said.
+const SOURCE: &str = "leasefs";
 
 /// How to mount.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Options {
     /// Every uid may use the tree.
     pub allow_other: bool,
+    /// What the mount is of, as `findmnt` shows it; `leasefs` unless said.
+    #[serde(default)]
+    pub source: Option<String>,
     /// Further options, as `-o` gives them.
     pub extra: Vec<String>,
 }
@@ -32,33 +40,48 @@ pub struct Options {
 /// # Errors
 /// What is wrong with it and what to do.
 pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
-    let shown = path.display();
+    let shown = failure::shown(path);
     let metadata = match std::fs::metadata(path) {
         Ok(metadata) => metadata,
-        Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => bail!(
-            "{shown} is a mount whose server is gone: end the processes that use it, then `leasefs unmount {shown}`"
-        ),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => bail!("{shown} does not exist: mkdir it first"),
+        Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => bail!(Failure::DeadMountpoint { path: shown }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(Failure::NoMountpoint { path: shown }),
         Err(error) => bail!("{shown}: {error}"),
     };
     if !metadata.is_dir() {
-        bail!("{shown} is not a directory: give an empty directory");
+        bail!(Failure::MountpointNoDirectory { path: shown });
     }
-    let path = path.canonicalize().with_context(|| format!("{shown}"))?;
+    let path = path.canonicalize().with_context(|| shown.clone())?;
     if is_leasefs(&path)? {
-        bail!("{shown} is already a leasefs mount: use it, or `leasefs unmount {shown}` first");
+        // The kernel may have answered for a dead one what it knew.
+        if dead_mount::is_dead(&path)? {
+            bail!(Failure::DeadMountpoint { path: shown });
+        }
+        bail!(Failure::MountedAlready { path: shown });
     }
     let is_mountpoint = path
         .parent()
         .is_some_and(|parent| std::fs::metadata(parent).is_ok_and(|parent| parent.dev() != metadata.dev()));
     if is_mountpoint && mounts()?.iter().any(|mount| mount.path == path) {
-        bail!("{shown} is already a mountpoint: unmount it, or give another directory");
+        bail!(Failure::MountpointTaken { path: shown });
     }
-    let mut entries = std::fs::read_dir(&path).with_context(|| format!("{shown}"))?;
+    let mut entries = std::fs::read_dir(&path).with_context(|| shown.clone())?;
     if entries.next().is_some() {
-        bail!("{shown} is not empty: give an empty directory");
+        bail!(Failure::MountpointNotEmpty { path: shown });
     }
     Ok(path)
+}
+
+/// Checks that `/proc` tells of the processes by the numbers that requests come with.
+///
+/// # Errors
+/// What is wrong and what to do.
+pub fn check_proc() -> Result<()> {
+    let own = std::process::id().to_string();
+    match std::fs::read_link("/proc/self") {
+        Ok(number) if number.as_os_str() == own.as_str() => Ok(()),
+        // Whoever has the number there is somebody else.
+        _ => bail!("/proc is not that of this pid namespace: mount it here first (`mount -t proc proc /proc`)"),
+    }
 }
 
 /// Mounts and gives the connection to the kernel.
@@ -67,13 +90,14 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
 /// What is wrong and what to do.
 pub fn connect(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
     if !Path::new("/dev/fuse").exists() {
-        bail!("/dev/fuse does not exist: load the module (`modprobe fuse`), or give the container --device /dev/fuse");
+        bail!(Failure::NoDevice);
     }
     if geteuid().is_root() { mount_direct(mountpoint, options) } else { mount_helper(mountpoint, options) }
 }
 
 fn mount_direct(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
-    let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").context("cannot open /dev/fuse")?;
+    let device = OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    let device = device.map_err(|error| Failure::DeviceShut { why: error.to_string() })?;
     let mode = std::fs::metadata(mountpoint)?.mode();
     let (flags, extra) = split_flags(&options.extra)?;
     let mut data = format!(
@@ -90,15 +114,11 @@ fn mount_direct(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
         data.push(',');
         data.push_str(&option);
     }
-    mount(Some("leasefs"), mountpoint, Some(FS_TYPE), flags, Some(data.as_str())).map_err(|errno| match errno {
-        nix::Error::EPERM => anyhow::anyhow!(
-            "not permitted to mount on {}: run as root, or in a container with CAP_SYS_ADMIN",
-            mountpoint.display()
-        ),
-        nix::Error::EINVAL => {
-            anyhow::anyhow!("the kernel refuses the mount options: check -o {}", options.extra.join(","))
-        }
-        errno => anyhow::anyhow!("cannot mount on {}: {errno}", mountpoint.display()),
+    let source = options.source.as_deref().unwrap_or(SOURCE);
+    mount(Some(source), mountpoint, Some(FS_TYPE), flags, Some(data.as_str())).map_err(|errno| match errno {
+        nix::Error::EPERM => anyhow!(Failure::MountNotPermitted { path: failure::shown(mountpoint) }),
+        nix::Error::EINVAL => anyhow!(Failure::OptionsRefused { options: options.extra.join(",") }),
+        errno => anyhow!("cannot mount on {}: {errno}", mountpoint.display()),
     })?;
     Ok(device.into())
 }
@@ -118,9 +138,7 @@ fn split_flags(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
             "dev" => flags -= MsFlags::MS_NODEV,
             "suid" => flags -= MsFlags::MS_NOSUID,
             other if other.starts_with("max_read=") || other.starts_with("context=") => rest.push(other.to_owned()),
-            other => bail!(
-                "-o {other} is not known: use ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES or context=LABEL"
-            ),
+            other => bail!(Failure::UnknownOption { option: other.to_owned() }),
         }
     }
     Ok((flags, rest))
@@ -129,7 +147,8 @@ fn split_flags(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
 fn mount_helper(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
     let (ours, theirs) = UnixStream::pair()?;
     split_flags(&options.extra)?;
-    let mut list = vec!["fsname=leasefs".to_owned(), "subtype=leasefs".into(), "default_permissions".into()];
+    let source = options.source.as_deref().unwrap_or(SOURCE);
+    let mut list = vec![format!("fsname={source}"), "subtype=leasefs".into(), "default_permissions".into()];
     if options.allow_other {
         list.push("allow_other".into());
     }
@@ -148,7 +167,7 @@ fn mount_helper(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
     let output = match command.output() {
         Ok(output) => output,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            bail!("fusermount3 is not installed: install the package fuse3, or mount as root")
+            bail!(Failure::NoFusermount)
         }
         Err(error) => bail!("fusermount3: {error}"),
     };
@@ -157,7 +176,7 @@ fn mount_helper(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
         let said = String::from_utf8_lossy(&output.stderr);
         let said = said.trim().replace('\n', "; ");
         if said.contains("user_allow_other") {
-            bail!("--allow-other needs `user_allow_other` in /etc/fuse.conf: add that line, or mount as root");
+            bail!(Failure::NoAllowOther);
         }
         bail!("{said}");
     }

@@ -24,6 +24,10 @@ pub struct Mounted {
     pub fs_type: String,
     /// It shows the whole filesystem, and not a directory of it, as a bind mount may.
     pub whole: bool,
+    /// What is mounted below it here is mounted in other namespaces, too.
+    pub shared: bool,
+    /// What is mounted below it there is mounted here.
+    pub slave: bool,
 }
 
 /// Every mount of this mount namespace, a later one after those it may hide.
@@ -100,8 +104,14 @@ fn parse_line(line: &[u8]) -> Option<Mounted> {
     let device = text(fields.nth(1)?)?;
     let whole = fields.next()? == b"/";
     let path = unescape(fields.next()?);
-    let fs_type = text(fields.skip_while(|field| *field != b"-").nth(1)?)?;
-    Some(Mounted { id, device, path, fs_type, whole })
+    let (mut shared, mut slave) = (false, false);
+    // Options come first, then what may be there or not.
+    for field in fields.by_ref().skip(1).take_while(|field| *field != b"-") {
+        shared |= field.starts_with(b"shared:");
+        slave |= field.starts_with(b"master:");
+    }
+    let fs_type = text(fields.next()?)?;
+    Some(Mounted { id, device, path, fs_type, whole, shared, slave })
 }
 
 /// Undoes the kernel's `\040` for blank, tab, newline and backslash.
@@ -141,7 +151,9 @@ mod tests {
         let mounts = parse(MOUNTINFO);
         assert_eq!(mounts.len(), 6);
         let (id, device, path, fs_type) = (92, "0:51".into(), "/box/claims".into(), FS_TYPE.into());
-        assert_eq!(mounts[3], Mounted { id, device, path, fs_type, whole: false });
+        assert_eq!(mounts[3], Mounted { id, device, path, fs_type, whole: false, shared: false, slave: false });
+        assert_eq!((mounts[1].shared, mounts[1].slave, mounts[2].shared), (true, true, false));
+        assert_eq!(mounts[1].fs_type, FS_TYPE);
         assert_eq!(parse(b"garbage\n\n1 2"), []);
     }
 

@@ -22,6 +22,7 @@ use nix::unistd::{getegid, geteuid};
 use serde::{Deserialize, Serialize};
 
 use crate::connection::{self, Connection};
+use crate::failure::{self, Failure};
 use crate::flight::{Flight, STRIKES, Struck};
 use crate::fs::{Kept, LeaseFs, Settings, Shared, survivors};
 use crate::handover::{Handover, Passed};
@@ -50,9 +51,6 @@ pub struct Plan {
     /// Most lock requests of one uid that may wait.
     pub max_waiters: usize,
 }
-
-/// The log of a background server, in its state directory.
-pub const LOG: &str = "leasefs.log";
 
 /// Serves a connection that the keeper handed over, until it ends. `ready` is called once the tree answers.
 ///
@@ -260,15 +258,13 @@ pub fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
         && !parent.exists()
         && !is_default_parent(parent)
     {
-        bail!("state directory {shown}: {} does not exist: mkdir it first", parent.display());
+        bail!(Failure::NoStateParent { path: failure::shown(path), parent: failure::shown(parent) });
     }
     check_outside(path, mountpoint)?;
     match DirBuilder::new().recursive(true).mode(0o700).create(path) {
         Ok(()) => {}
-        Err(error) if error.raw_os_error() == Some(libc::EROFS) => {
-            bail!("state directory {shown}: the filesystem is read-only: remount it writable, or use another --state")
-        }
-        Err(error) => bail!("state directory {shown}: {error}: use another --state"),
+        Err(error) if error.raw_os_error() == Some(libc::EROFS) => bail!(Failure::of_state(path, &error)),
+        Err(error) => bail!(Failure::StateUnmade { path: failure::shown(path), why: error.to_string() }),
     }
     let path = path.canonicalize().with_context(|| format!("state directory {shown}"))?;
     // A power cut must not take it along with what is synced in it; where the directory above is not ours to look into,
@@ -282,12 +278,7 @@ pub fn make_state_dir(path: &Path, mountpoint: &Path) -> Result<PathBuf> {
         Ok(()) => drop(fs::remove_file(probe)),
         Err(error) => {
             let _ = fs::remove_file(probe);
-            let hint = match error.raw_os_error() {
-                Some(libc::ENOSPC | libc::EDQUOT) => "free some space, or use another --state",
-                Some(libc::EROFS) => "remount it writable, or use another --state",
-                _ => "make it writable for this user, or use another --state",
-            };
-            bail!("state directory {shown}: {error}: {hint}");
+            bail!(Failure::of_state(&path, &error));
         }
     }
     Ok(path)
@@ -300,12 +291,11 @@ fn check_outside(path: &Path, mountpoint: &Path) -> Result<()> {
     let Some((above, real)) = existing else { return Ok(()) };
     let real = real.join(absolute.strip_prefix(above).unwrap_or(Path::new("")));
     if real.starts_with(mountpoint) {
-        bail!("state directory {} is inside the mountpoint: use a --state outside it", path.display());
+        bail!(Failure::StateInMountpoint { path: failure::shown(path) });
     }
     let trees = mountinfo::mounts()?.into_iter().filter(|mount| mount.fs_type == mountinfo::FS_TYPE);
     if let Some(tree) = trees.map(|mount| mount.path).find(|tree| real.starts_with(tree)) {
-        let tree = tree.display();
-        bail!("state directory {} is inside the leasefs tree {tree}: use a --state outside it", path.display());
+        bail!(Failure::StateInTree { path: failure::shown(path), tree: failure::shown(&tree) });
     }
     Ok(())
 }
@@ -325,7 +315,7 @@ pub fn default_state_dir() -> Result<PathBuf> {
     }
     match std::env::var_os("HOME").map(PathBuf::from).filter(|home| home.is_absolute()) {
         Some(home) => Ok(home.join(".local/state/leasefs")),
-        None => bail!("neither XDG_STATE_HOME nor HOME is set: give --state DIR"),
+        None => bail!(Failure::NoHome),
     }
 }
 

@@ -12,6 +12,7 @@ use rusqlite::{Connection, OpenFlags, TransactionBehavior, params};
 use super::coalesce::Op;
 use super::prune::{Candidate, Pruned};
 use super::seal::Seal;
+pub use super::sqlite_fault::REMEDY;
 use super::sqlite_fault::{corrupt, fault};
 use super::sqlite_keys::{keys, with_shares};
 use super::sqlite_prune::{self, FILES};

@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::error::Error;
 
 /// What to do about a registry that cannot be trusted. To serve an older one would give epochs out again.
-const REMEDY: &str = "keep the state directory as it is, look at it with `leasefs verify --state`, and mount the newest \
+pub const REMEDY: &str = "keep the state directory as it is, look at it with `leasefs verify --state`, and mount the newest \
                       backup made by `leasefs backup` in its place, or another --state";
 
 pub(super) fn corrupt(path: &Path, what: &str) -> Error {

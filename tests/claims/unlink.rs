@@ -1,10 +1,11 @@
 //! `unlink` of a held key releases it for who opened or locked it, and is `EBUSY` for everybody else.
 
-use libc::{LOCK_EX, O_RDWR};
+use libc::{LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, O_RDWR};
 use nix::errno::Errno;
+use serde_json::json;
 
 use crate::common::agent::{Agent, Script};
-use crate::common::{Mount, stdout};
+use crate::common::{Mount, stdout, wait_for};
 
 #[test]
 fn the_opener_may_unlink_and_that_releases() {
@@ -28,6 +29,40 @@ fn the_opener_may_unlink_and_that_releases() {
         assert_eq!(agent.write(fd, "late").map_err(|e| e == Errno::EACCES || e == Errno::ESTALE), Err(true));
     }
     assert_eq!(agent.unlink(&path), Err(Errno::ENOENT), "a free key has no file");
+}
+
+/// Lockers that unlink their file ask after each lock whether they got the one that was unlinked meanwhile.
+#[test]
+fn a_handle_of_a_free_key_is_of_an_unlinked_file() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let agent = Agent::new();
+    let fd = agent.handle(&path);
+    let seen = || agent.call("fstat", json!([fd])).expect("fstat")["st_nlink"].as_u64();
+    let links = |when: &str, expected: u64| assert_eq!(seen(), Some(expected), "{when}");
+    // The kernel keeps what it was told at the create for an instant.
+    wait_for("a free key's file to be gone", || seen() == Some(0));
+    for lock in [LOCK_SH, LOCK_EX] {
+        agent.flock(fd, lock | LOCK_NB).expect("free key");
+        links("locked", 1);
+        agent.flock(fd, LOCK_UN).expect("unlock");
+        links("unlocked", 0);
+    }
+    agent.flock(fd, LOCK_EX | LOCK_NB).expect("free key");
+    assert_eq!(agent.unlink(&path), Ok(()));
+    links("unlinked, and so released", 0);
+    let other = Agent::new();
+    let held = other.create(&path).expect("free key");
+    links("held by another", 1);
+    other.close(held);
+    wait_for("the file to be gone again", || seen() == Some(0));
+    // Nor is a file new that is locked at once: who found it unlinked would open and lock it again, and so for ever.
+    for lock in [LOCK_SH, LOCK_EX].repeat(50) {
+        let fd = agent.handle(&path);
+        agent.flock(fd, lock | LOCK_NB).expect("free key");
+        assert_eq!(agent.call("fstat", json!([fd])).expect("fstat")["st_nlink"], 1, "locked right after its open");
+        agent.close(fd);
+    }
 }
 
 #[test]

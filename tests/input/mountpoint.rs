@@ -188,3 +188,15 @@ fn a_server_in_the_foreground_ends_with_its_mount() {
     wait_for("its end", || server.try_wait().expect("wait").is_some());
     assert!(server.wait().expect("wait").success());
 }
+
+#[test]
+fn a_proc_of_another_pid_namespace() {
+    let place = Place::new();
+    let mut command = Command::new("timeout");
+    // Without a /proc of its own: the numbers that requests come with are other processes' in this one.
+    command.args(["60", "unshare", "--pid", "--fork", "--kill-child", LEASEFS, "mount"]).arg(place.mnt());
+    let output = command.arg("--state").arg(place.state()).stdin(Stdio::null()).output().expect("unshare runs");
+    assert_refused(&output, Path::new("/proc"), &[&["pid namespace"], &["mount -t proc"]]);
+    assert_not_mounted(&place.mnt());
+    assert!(!place.state().exists());
+}

@@ -318,3 +318,35 @@ fn shell_sync_says_whether_the_result_was_accepted() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("not accepted"), "{output:?}");
     assert!(!kitchen.mount.result("audit", 2).exists());
 }
+
+#[test]
+fn an_agents_calls_are_shells_of_their_own() {
+    let kitchen = Kitchen::new();
+    let call = |name: &str| {
+        // As an agent starts them: this program is the parent of each shell.
+        let output = cook(name, &kitchen.dir, kitchen.mount.command("env"));
+        assert_ok(&output);
+        stdout(&output)
+    };
+    let claimed = |epoch: u64| format!("{epoch}\n{}\n", kitchen.mount.result("fix-1234", epoch).display());
+    kitchen.script("fix", "exit 1");
+    assert_eq!(call("agent-claim"), claimed(1));
+    let status = kitchen.mount.status("fix-1234");
+    assert_eq!((status["state"].as_str(), status["agent"].as_str()), (Some("held"), Some("planner-7")));
+    assert_eq!(call("agent-claim"), claimed(1), "the same agent");
+    call("agent-work");
+    kitchen.mount.wait_status("fix-1234", "given up", |status| status["state"] == "free");
+
+    // An epoch that is over completes nothing.
+    kitchen.program("fix");
+    assert_eq!(call("agent-claim"), claimed(2));
+    let late = cook("agent-work", &kitchen.dir, kitchen.mount.command("env"));
+    assert_eq!(late.status.code(), Some(75), "{late:?}");
+    assert_ok(&kitchen.mount.leasefs(&["release", "fix-1234", "--epoch", "2"]));
+
+    let kitchen = Kitchen::new();
+    kitchen.program("fix");
+    assert_ok(&cook("agent-claim", &kitchen.dir, kitchen.mount.command("env")));
+    assert_ok(&cook("agent-work", &kitchen.dir, kitchen.mount.command("env")));
+    kitchen.assert_finished("fix-1234", 1, "42 1234\n");
+}

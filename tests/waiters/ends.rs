@@ -252,8 +252,12 @@ fn a_waiter_with_many_groups_is_not_deaf() {
 fn a_waiter_that_the_server_may_not_see_waits_on_and_hears_a_signal() {
     // A /proc that hides the processes of others from a server that may not trace them.
     let script = r#"
+        # Copies of the neighbours' mounts would keep those alive.
+        while read -r _ _ _ _ path _; do
+            case $path in */leasefs-test-*/mnt) umount -l "$path" || true ;; esac
+        done </proc/self/mountinfo
         mount -t proc -o hidepid=2,gid=12345 proc /proc && mkdir mnt || exit
-        setpriv --bounding-set -sys_ptrace "$LEASEFS" mount mnt --state state --allow-other --durability process || exit
+        setpriv --bounding-set -sys_ptrace "$LEASEFS" mount mnt --state state --allow-other --durability process >&2 || exit
         setpriv --bounding-set -sys_ptrace cat /proc/1/status >unhidden 2>/dev/null
         exec 9<>mnt/claims/k; flock 9
         wait='open($f, "<", "mnt/claims/k"); print(flock($f, 2) ? "locked" : $! + 0)'
@@ -270,6 +274,6 @@ fn a_waiter_that_the_server_may_not_see_waits_on_and_hears_a_signal() {
     let file = |name: &str| std::fs::read_to_string(dir.path().join(name)).expect("a file");
     assert_eq!((file("unhidden"), file("said")), (String::new(), String::new()));
     let said = crate::common::stdout(&output);
-    assert!(said.starts_with("\"waiters\":1\nended: 143, after "), "{said}{output:?}");
-    assert!(said.contains("after 0 s") || said.contains("after 1 s") || said.contains("after 2 s"), "{said}");
+    let ended = |seconds| format!("\"waiters\":1\nended: 143, after {seconds} s\n");
+    assert!((0..=SOON.as_secs()).any(|seconds| said == ended(seconds)), "{said}{output:?}");
 }

@@ -2,16 +2,12 @@
 //!
 //! The epoch is demanded so that what is evicted is what was looked at: a newer attempt is never hit by mistake.
 
-use std::fs::OpenOptions;
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 use anyhow::Result;
-use leasefs::Key;
-use serde::Serialize;
 
 use super::tree::{Tree, TreeArgs, trouble};
-use super::{EXIT_NO, complain};
+use super::{EXIT_NO, complain, order};
 
 /// Which attempt, and why.
 #[derive(clap::Args, Debug)]
@@ -35,26 +31,17 @@ pub struct Args {
     pub tree: TreeArgs,
 }
 
-/// What `.leasefs/control` reads.
-#[derive(Serialize)]
-struct Order<'a> {
-    op: &'static str,
-    key: &'a str,
-    epoch: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    reason: Option<&'a str>,
-}
-
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
     let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
     let key = tree.key(&args.key)?;
-    let order = Order { op: "evict", key: key.as_str(), epoch: args.epoch, reason: args.reason.as_deref() };
-    let Err(error) = send(&tree, &serde_json::to_string(&order)?) else {
+    let Err(error) = order::send(&tree, "evict", &key, args.epoch, args.reason.as_deref()) else {
         return Ok(ExitCode::SUCCESS);
     };
     match error.raw_os_error() {
-        Some(libc::ESTALE) => complain(not_holding(&tree, &key, args.epoch)),
+        Some(libc::ESTALE) => {
+            complain(format_args!("{}; nothing was evicted", order::not_holding(&tree, &key, args.epoch)))
+        }
         Some(libc::ENOENT) => {
             complain(format_args!("{key}: was never held: check the name, or see `leasefs ls --all`"))
         }
@@ -64,22 +51,4 @@ pub fn run(args: Args) -> Result<ExitCode> {
         _ => return Err(trouble(key, error)),
     }
     Ok(ExitCode::from(EXIT_NO))
-}
-
-/// One order is one write.
-pub(super) fn send(tree: &Tree, order: &str) -> io::Result<()> {
-    let mut control = OpenOptions::new().write(true).open(tree.control("control"))?;
-    match control.write(format!("{order}\n").as_bytes())? {
-        length if length > order.len() => Ok(()),
-        _ => Err(io::Error::new(io::ErrorKind::WriteZero, "the order was cut short")),
-    }
-}
-
-fn not_holding(tree: &Tree, key: &Key, epoch: u64) -> String {
-    let now = match tree.status(key) {
-        Ok(Some(status)) if status.is_open() => format!("it is {}, its newest epoch is {}", status.state, status.epoch),
-        Ok(Some(status)) => format!("epoch {} is {}", status.epoch, status.in_the_way()),
-        _ => "its holder is not known".to_owned(),
-    };
-    format!("{key}: epoch {epoch} does not hold it: {now}; nothing was evicted")
 }

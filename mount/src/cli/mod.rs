@@ -9,14 +9,26 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 
+pub mod abandon;
 pub mod backup;
+pub mod claim;
+pub mod complete;
+pub mod doctor;
 pub mod evict;
+pub mod generate;
+pub mod help;
 pub mod history;
+pub mod hold;
+pub mod holding;
 pub mod ls;
 pub mod mount;
+pub mod order;
+pub mod mount_helper;
 pub mod probe;
 pub mod prune;
 pub mod reap;
+pub mod release;
+pub mod renew;
 pub mod run;
 pub mod serve;
 pub mod show;
@@ -34,10 +46,18 @@ pub const EXIT_FAILURE: u8 = 2;
 
 /// A tree in which a key is a file, and holding the file open exclusively is holding the lease.
 #[derive(Parser)]
-#[command(name = "leasefs", version, arg_required_else_help = true)]
+#[command(
+    name = "leasefs",
+    version,
+    arg_required_else_help = true,
+    disable_help_subcommand = true,
+    subcommand_value_name = "COMMAND"
+)]
 #[command(after_help = "\
 Commands other than mount and unmount find the tree by --root or LEASEFS_ROOT, else by the working directory, else as
-the only leasefs mount there is. A KEY is a path below claims/ (`team/job`), or its absolute path.")]
+the only leasefs mount there is. A KEY is a path below claims/ (`team/job`), or its absolute path.
+
+`leasefs help exit-codes`, `errors`, `json`, `metrics`, `files` and `environment` tell what all commands have in common.")]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -55,6 +75,16 @@ pub enum Command {
     Upgrade(upgrade::Args),
     /// Run a command while holding one or more keys
     Run(run::Args),
+    /// Hold a key for steps that are processes of their own
+    Claim(claim::Args),
+    /// Renew the lease of one's own attempt
+    Renew(renew::Args),
+    /// Record the result of one's own attempt, from standard input, and give the key back
+    Complete(complete::Args),
+    /// Give a key back
+    Release(release::Args),
+    /// Give a key back without a result, and say why
+    Abandon(abandon::Args),
     /// List keys: who holds them, for how long, and how many wait
     Ls(ls::Args),
     /// Show everything about one key
@@ -73,6 +103,16 @@ pub enum Command {
     Prune(prune::Args),
     /// Look now for proof that the holders of orphaned keys are dead
     Reap(reap::Args),
+    /// Keep an attempt, for `leasefs claim`
+    #[command(hide = true)]
+    Hold(hold::Args),
+    /// Look for what is wrong with this machine, its mounts and a state directory, and say what to do
+    Doctor(doctor::Args),
+    /// Show the help of a command, or a page on exit codes, errors, JSON, files and the like
+    Help(help::Args),
+    /// Write man pages and shell completions
+    #[command(hide = true)]
+    Generate(generate::Args),
     /// Serve a connection that the keeper holds
     #[command(hide = true)]
     Serve(serve::Args),
@@ -83,11 +123,19 @@ pub enum Command {
 
 /// Reads the command line and carries it out.
 pub fn main() -> ExitCode {
+    if mount_helper::is_called() {
+        return mount_helper::main();
+    }
     let (outcome, failure) = match Cli::parse().command {
         Command::Mount(args) => (mount::run(args), EXIT_NO),
         Command::Unmount(args) => (unmount::run(args), EXIT_NO),
         Command::Upgrade(args) => (upgrade::run(args), EXIT_NO),
         Command::Run(args) => (run::run(args), run::EXIT_FAILURE),
+        Command::Claim(args) => (claim::run(args), EXIT_FAILURE),
+        Command::Renew(args) => (renew::run(args), EXIT_FAILURE),
+        Command::Complete(args) => (complete::run(args), EXIT_FAILURE),
+        Command::Release(args) => (release::run(args), EXIT_FAILURE),
+        Command::Abandon(args) => (abandon::run(args), EXIT_FAILURE),
         Command::Ls(args) => (ls::run(args), EXIT_FAILURE),
         Command::Status(args) => (status::run(args), EXIT_FAILURE),
         Command::History(args) => (history::run(args), EXIT_FAILURE),
@@ -97,6 +145,10 @@ pub fn main() -> ExitCode {
         Command::Backup(args) => (backup::run(args), EXIT_FAILURE),
         Command::Prune(args) => (prune::run(args), EXIT_FAILURE),
         Command::Reap(args) => (reap::run(args), EXIT_FAILURE),
+        Command::Hold(args) => (hold::run(args), EXIT_FAILURE),
+        Command::Doctor(args) => (doctor::run(args), EXIT_FAILURE),
+        Command::Help(args) => (help::run(args), EXIT_FAILURE),
+        Command::Generate(args) => (generate::run(args), EXIT_FAILURE),
         Command::Serve(args) => (serve::run(args), EXIT_NO),
         Command::Probe(args) => (probe::run(args), EXIT_NO),
     };

@@ -13,6 +13,7 @@ use leasefs::engine::Durability;
 
 use crate::keeper::{self, Manner};
 use crate::kernel_mount::Options;
+use crate::logfile;
 use crate::server::{self, Plan};
 
 /// Names the descriptor on which a background server says that it is ready or why it is not.
@@ -22,6 +23,12 @@ const READY: &str = "ready: ";
 
 /// Arguments of `leasefs mount`.
 #[derive(clap::Args)]
+#[command(after_help = "\
+In the background, the log is leasefs.log in the state directory; with --foreground it goes to stderr, and a service
+manager is told of readiness, upgrades and the end (sd_notify). SIGTERM to the keeper unmounts: where files are open, it
+serves them until the last one is closed. A second SIGTERM does not wait. SIGHUP is `leasefs upgrade`.
+
+Exit codes: 0 mounted, or with --foreground unmounted again; 1 not mounted: stderr says why and what to do; 2 bad usage.")]
 pub struct Args {
     /// The directory to mount on; it must be empty
     mountpoint: PathBuf,
@@ -55,7 +62,7 @@ pub struct Args {
     /// The most servers in a row that may fail to get ready, before the keeper gives up
     #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
     max_starts: u32,
-    /// Mount options: ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES, context=LABEL, allow_other
+    /// Mount options: ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES, context=LABEL, fsname=NAME, allow_other
     #[arg(short = 'o', value_name = "OPT[,OPT…]", value_delimiter = ',')]
     options: Vec<String>,
 }
@@ -89,11 +96,12 @@ impl Args {
         };
         let mut extra = self.options;
         let asked = extra.iter().any(|option| option == "allow_other");
-        extra.retain(|option| option != "allow_other" && !option.is_empty());
+        let source = extra.iter().rev().find_map(|option| option.strip_prefix("fsname=")).map(str::to_owned);
+        extra.retain(|option| option != "allow_other" && !option.is_empty() && !option.starts_with("fsname="));
         Ok(Plan {
             mountpoint: self.mountpoint,
             state_dir,
-            options: Options { allow_other: self.allow_other || asked, extra },
+            options: Options { allow_other: self.allow_other || asked, source, extra },
             ttl: self.ttl,
             durability: match self.durability {
                 DurabilityArg::Full => Durability::Full,
@@ -111,6 +119,14 @@ impl Args {
 /// # Errors
 /// What is wrong and what to do; then nothing is mounted.
 pub fn run(args: Args) -> Result<ExitCode> {
+    run_quietly(args, false)
+}
+
+/// Mounts; where `quiet`, without a word on what to expect of the tree.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_quietly(args: Args, quiet: bool) -> Result<ExitCode> {
     let foreground = args.foreground;
     let ready = ready_fd();
     let manner = Manner { log_there: ready.is_some(), no_resend: args.no_resend, max_starts: args.max_starts };
@@ -118,19 +134,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
     match (foreground, ready) {
         (_, Some(ready)) => keep_in_background(&plan, manner, ready),
         (true, None) => {
-            log_to_stderr();
+            logfile::start();
             keeper::run(&plan, manner, |_| ())?;
             Ok(ExitCode::SUCCESS)
         }
-        (false, None) => start(&plan.state_dir),
+        (false, None) => start(&plan.state_dir, quiet),
     }
-}
-
-/// Sends the log to stderr; `LEASEFS_LOG` says how much.
-pub fn log_to_stderr() {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("LEASEFS_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).try_init();
 }
 
 /// The descriptor a parent waits on, if this process was started by [`start`].
@@ -146,7 +155,7 @@ fn ready_fd() -> Option<OwnedFd> {
 
 /// The background keeper: its first message goes to whoever started it, the rest to its log.
 fn keep_in_background(plan: &Plan, manner: Manner, ready: OwnedFd) -> Result<ExitCode> {
-    log_to_stderr();
+    logfile::start();
     let mut ready = Some(std::fs::File::from(ready));
     let outcome = keeper::run(plan, manner, |how| {
         if let Some(mut pipe) = ready.take() {
@@ -167,7 +176,7 @@ fn keep_in_background(plan: &Plan, manner: Manner, ready: OwnedFd) -> Result<Exi
 }
 
 /// Starts the same command again as a session of its own, and waits until it says that it is ready, or why not.
-fn start(state_dir: &Path) -> Result<ExitCode> {
+fn start(state_dir: &Path, quiet: bool) -> Result<ExitCode> {
     let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).context("pipe")?;
     let number = theirs.as_raw_fd();
     let mut command = Command::new("/proc/self/exe");
@@ -189,12 +198,14 @@ fn start(state_dir: &Path) -> Result<ExitCode> {
     let mut said = String::new();
     std::fs::File::from(ours).read_to_string(&mut said).context("the keeper's first word")?;
     if let Some(how) = said.strip_prefix(READY) {
-        let _ = writeln!(std::io::stdout(), "{how}");
+        if !quiet {
+            let _ = writeln!(std::io::stdout(), "{how}");
+        }
         return Ok(ExitCode::SUCCESS);
     }
     let status = child.wait().context("the server")?;
     if said.is_empty() {
-        bail!("the server ended before it was ready ({status}): see {}", state_dir.join(server::LOG).display());
+        bail!("the server ended before it was ready ({status}): see {}", state_dir.join(logfile::LOG).display());
     }
     bail!("{said}");
 }

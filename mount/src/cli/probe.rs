@@ -11,6 +11,9 @@ use super::EXIT_NO;
 /// Arguments of `leasefs probe`.
 #[derive(clap::Args)]
 pub struct Args {
+    /// Show its .leasefs/config, or the number of the error
+    #[arg(long)]
+    show: bool,
     /// Succeed where its connection is lost instead
     #[arg(long)]
     dead: bool,
@@ -28,6 +31,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
         return match nix::sys::statvfs::statvfs(&args.path) {
             Err(nix::Error::ENOTCONN) => Ok(ExitCode::SUCCESS),
             _ => Ok(ExitCode::from(EXIT_NO)),
+        };
+    }
+    if args.show {
+        return match std::fs::read_to_string(args.path.join(".leasefs/config")) {
+            Ok(config) => {
+                print!("{config}");
+                Ok(ExitCode::SUCCESS)
+            }
+            Err(error) => {
+                print!("{}", error.raw_os_error().unwrap_or(0));
+                Ok(ExitCode::from(EXIT_NO))
+            }
         };
     }
     std::fs::metadata(args.path.join("claims"))?;

@@ -22,7 +22,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::backup::keep_servers_off;
-use super::evict::send;
+use super::order::send_text as send;
 use super::show;
 use super::tree::{self, Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain};

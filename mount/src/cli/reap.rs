@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use leasefs::Key;
 
-use super::evict::send;
+use super::order::send_text as send;
 use super::tree::{Status, Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain, ls, show};
 

@@ -11,12 +11,10 @@ use anyhow::Result;
 use leasefs::{Key, Ttl};
 
 use super::complain;
+use super::holding::claim::{self, Claim, Patience, Refusal};
 use super::tree::{Tree, TreeArgs};
-use claim::{Claim, Patience, Refusal};
 
-mod child;
-mod claim;
-mod time;
+pub(super) mod child;
 
 /// `run` itself failed, as with `env` and `timeout`.
 pub const EXIT_FAILURE: u8 = 125;
@@ -97,7 +95,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut claims = match claim::take_all(&tree, &asked, args.ttl, patience) {
         Ok(claims) => claims,
         Err(Refusal::Held(why)) => {
-            complain(why);
+            complain(format_args!("{why}: nothing was run"));
             return Ok(ExitCode::from(args.conflict_exit_code));
         }
         Err(Refusal::Lost(why)) => {

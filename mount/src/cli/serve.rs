@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use crate::handover::{ABLE, Handover, READY};
-use crate::server;
+use crate::{logfile, server};
 
 /// Arguments of `leasefs serve`.
 #[derive(clap::Args)]
@@ -22,7 +22,7 @@ pub struct Args {
 /// # Errors
 /// Where the keeper did not start it.
 pub fn run(args: Args) -> Result<ExitCode> {
-    super::mount::log_to_stderr();
+    logfile::start();
     let (report, taken) = Handover::take()?;
     let mut report = Some(File::from(report));
     let mut say = |text: &str| {
@@ -32,7 +32,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     let outcome = taken.and_then(|(handover, passed)| match args.check {
         true => server::check(&handover, passed).map(|()| say(&format!("{ABLE}{}", env!("CARGO_PKG_VERSION")))),
-        false => server::serve(&handover, passed, || say(READY)),
+        false => {
+            if handover.log_there {
+                logfile::follow(&handover.plan.state_dir)?;
+            }
+            server::serve(&handover, passed, || say(READY))
+        }
     });
     match outcome {
         Ok(()) => Ok(ExitCode::SUCCESS),

@@ -14,6 +14,7 @@ use nix::unistd::{AccessFlags, access};
 use serde::Deserialize;
 
 use super::show;
+use crate::failure::{self, Failure};
 use crate::mountinfo;
 
 /// Which tree is meant.
@@ -34,6 +35,9 @@ pub struct Tree {
 pub struct Config {
     /// Where the registry and the results are.
     pub state_dir: PathBuf,
+    /// Most bytes a result may have.
+    #[serde(default)]
+    pub max_result: Option<u64>,
 }
 
 /// `status/KEY`: contract §2.
@@ -102,7 +106,6 @@ pub struct Holder {
     pub pid: u32,
     /// When it started, in clock ticks since boot: tells it from a later process of the same number.
     #[serde(default)]
-    #[allow(dead_code, reason = "for whoever looks for the process itself")]
     pub start_time: u64,
     /// User id.
     pub uid: u32,
@@ -211,14 +214,8 @@ impl Tree {
                 Ok(Tree { root })
             }
             Err(error) => match error.raw_os_error() {
-                Some(libc::ENOENT | libc::ENOTDIR) => Err(anyhow!(
-                    "{}: no leasefs tree is mounted here: run `leasefs mount` there, or name another with --root",
-                    root.display()
-                )),
-                Some(libc::EACCES) => Err(anyhow!(
-                    "{}: permission denied: only a tree mounted with --allow-other is open to other users",
-                    root.display()
-                )),
+                Some(libc::ENOENT | libc::ENOTDIR) => bail!(Failure::NoTree { path: failure::shown(root) }),
+                Some(libc::EACCES) => bail!(Failure::TreeShut { path: failure::shown(root) }),
                 _ => Err(trouble(root.display(), error)),
             },
         }
@@ -271,7 +268,7 @@ impl Tree {
             .or_else(|| resolved()?.strip_prefix(&claims).map(Path::to_path_buf).ok());
         below
             .and_then(|below| below.into_os_string().into_string().ok())
-            .ok_or_else(|| anyhow!("{}: not below {}: give a key of this tree", show::plain(text), claims.display()))
+            .ok_or_else(|| anyhow!(Failure::OutsideTree { path: show::plain(text), claims: failure::shown(&claims) }))
     }
 
     /// Opens `status/KEY`; none if there never was such a key.
@@ -322,31 +319,22 @@ pub fn open_registry(dir: &Path) -> Result<Reader> {
     let path = dir.join("registry.db");
     match access(&path, AccessFlags::R_OK) {
         Ok(()) => Reader::open(dir).with_context(|| path.display().to_string()),
-        Err(Errno::ENOENT) => bail!("{}: no registry is here: give a state directory with --state", dir.display()),
-        Err(Errno::EACCES) => bail!("{}: permission denied: only its owner may look into it", dir.display()),
+        Err(Errno::ENOENT) => bail!(Failure::NoRegistry { path: failure::shown(dir) }),
+        Err(Errno::EACCES) => bail!(Failure::StateShut { path: failure::shown(dir) }),
         Err(errno) => Err(trouble(path.display(), errno.into())),
     }
 }
 
 /// An error of the system about `subject`, with what to do where that is known.
 pub fn trouble(subject: impl std::fmt::Display, error: io::Error) -> anyhow::Error {
-    match error.raw_os_error() {
-        Some(libc::ENOTCONN | libc::ECONNABORTED) => {
-            anyhow!(
-                "{subject}: its keeper and server are gone: `leasefs mount` it again over the same state, which keeps what is held"
-            )
-        }
-        Some(libc::EISDIR) => no_key(subject),
-        Some(libc::ENOTDIR) => anyhow!("{subject}: a part of it is a key: nothing can be below a key"),
-        Some(libc::EACCES) => {
-            anyhow!("{subject}: permission denied: its namespace does not let you (see `ls -ld` of its directory)")
-        }
-        _ => anyhow!(error).context(subject.to_string()),
+    match Failure::of(&subject, &error) {
+        Some(failure) => anyhow!(failure),
+        None => anyhow!(error).context(subject.to_string()),
     }
 }
 
 fn no_key(subject: impl std::fmt::Display) -> anyhow::Error {
-    anyhow!("{subject}: a namespace, not a key: `leasefs ls {subject}/` lists its keys")
+    anyhow!(Failure::IsNamespace { subject: subject.to_string() })
 }
 
 /// Picks one of the mounts.
@@ -360,10 +348,10 @@ fn choose(mounts: &[PathBuf], keys: &[String], cwd: Option<&Path>) -> Result<Pat
     }
     match mounts {
         [mount] => Ok(mount.clone()),
-        [] => bail!("no leasefs tree is mounted: run `leasefs mount MOUNTPOINT`, or name one with --root"),
+        [] => bail!(Failure::NoTreeAtAll),
         several => {
             let list: Vec<_> = several.iter().map(|mount| mount.display().to_string()).collect();
-            bail!("several trees are mounted ({}): name one with --root or LEASEFS_ROOT", list.join(", "))
+            bail!(Failure::SeveralTrees { list: list.join(", ") })
         }
     }
 }

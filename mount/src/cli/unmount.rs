@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::failure::{self, Failure};
 use crate::{kernel_mount, mountinfo};
 
 /// How long a server may take to record what is left and end.
@@ -13,6 +14,11 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Arguments of `leasefs unmount`.
 #[derive(clap::Args)]
+#[command(after_help = "\
+A tree in which files are open is not unmounted, so no lease is cut short. A dead mount, which answers ENOTCONN, is taken
+away.
+
+Exit codes: 0 unmounted; 1 still mounted, or its server has not ended: stderr says why and what to do; 2 bad usage.")]
 pub struct Args {
     /// Where the tree is mounted
     mountpoint: PathBuf,
@@ -26,17 +32,14 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let shown = args.mountpoint.display();
     let path = resolve(&args.mountpoint).with_context(|| format!("{shown}"))?;
     if !mountinfo::is_leasefs(&path)? {
-        bail!("{shown} is not a leasefs mount: see `findmnt -t {}`", mountinfo::FS_TYPE);
+        bail!(Failure::NotMounted { path: shown.to_string() });
     }
     let keeper = keeper_of(&path);
     match kernel_mount::disconnect(&path, false) {
         Ok(()) => {}
-        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => bail!(
-            "{shown} is in use: end the processes that have files open in it (`leasefs ls` shows the holders), \
-             then unmount again"
-        ),
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => bail!(Failure::InUse { path: shown.to_string() }),
         Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EINVAL)) => {
-            bail!("not permitted to unmount {shown}: do it as the user who mounted it, or as root")
+            bail!(Failure::UnmountNotPermitted { path: shown.to_string() })
         }
         Err(error) => bail!("cannot unmount {shown}: {error}"),
     }
@@ -76,7 +79,7 @@ fn wait_for_end(pid: u32, state_dir: &Path) -> Result<()> {
     let process = PathBuf::from(format!("/proc/{pid}/exe"));
     while std::fs::read_link(&process).is_ok() {
         if Instant::now() > deadline {
-            bail!("unmounted, but the keeper (pid {pid}) of {} has not ended yet: see its log", state_dir.display());
+            bail!(Failure::KeeperStays { pid: pid.to_string(), path: failure::shown(state_dir) });
         }
         std::thread::sleep(Duration::from_millis(2));
     }

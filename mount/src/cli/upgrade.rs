@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 
 use super::tree::{Tree, TreeArgs};
+use crate::failure::{self, Failure};
 use crate::keeper::control;
 
 /// Arguments of `leasefs upgrade`.
@@ -14,7 +15,9 @@ use crate::keeper::control;
 The program found where the mount was started from takes over, and no client notices. It is asked first whether it can;
 if it says no, the one that serves goes on, and this command ends with 1 and says why. The keeper, the process that
 `leasefs mount` left behind, is not replaced: it holds the connection. It changes little; a new one comes with the next
-mount. SIGHUP to the keeper does the same.")]
+mount. SIGHUP to the keeper does the same.
+
+Exit codes: 0 upgraded; 1 not upgraded: stderr says why; 2 bad usage.")]
 pub struct Args {
     /// Where the tree is mounted [default: the one around the working directory, else the only one]
     mountpoint: Option<PathBuf>,
@@ -30,13 +33,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let state_dir = tree.config()?.state_dir;
     let answer = control::upgrade(&state_dir)?;
     if let Some(why) = answer.strip_prefix(control::REFUSED) {
-        bail!("not upgraded: {why}");
+        bail!(Failure::NotUpgraded { why: why.to_owned() });
     }
     if !answer.starts_with(control::DONE) {
-        return Err(anyhow!(
-            "the keeper ended before it said what came of it: see {}",
-            state_dir.join(crate::server::LOG).display()
-        ));
+        bail!(Failure::KeeperSilent { log: failure::shown(&state_dir.join(crate::logfile::LOG)) });
     }
     println!("{answer}");
     Ok(ExitCode::SUCCESS)

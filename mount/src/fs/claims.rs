@@ -75,12 +75,16 @@ impl LeaseFs {
         };
         let (fs, unique) = (self.clone(), req.unique());
         let direct = self.direct.load(Ordering::Relaxed) && !req.is_repeated;
-        let created = move |reply: ReplyCreate| match fs.attributes(Node::Claim(key), now) {
-            Some(attr) if direct => {
+        let created = move |reply: ReplyCreate| {
+            let Some(mut attr) = fs.attributes(Node::Claim(key), now) else { return reply.error(Errno::EIO) };
+            // The kernel keeps this for an instant. Who locks the new handle within it must not take its file for one
+            // that was unlinked.
+            attr.nlink = 1;
+            if direct {
                 created::answer(&fs.device, unique, reply, &attr, FileHandle(handle.0), claim_flags());
+            } else {
+                reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), claim_flags());
             }
-            Some(attr) => reply.created(&NEVER, &attr, Generation(0), FileHandle(handle.0), claim_flags()),
-            None => reply.error(Errno::EIO),
         };
         if flags & libc::O_EXCL == 0 {
             // The inode number is told, so it has to be recorded; nothing else is.

@@ -8,6 +8,7 @@ use fuser::{
     Errno, FileAttr, FileType, Generation, INodeNo, ReplyAttr, ReplyDirectory, ReplyEmpty, ReplyEntry, TimeOrNow,
 };
 use leasefs::engine::{Asked, KeyEntry};
+use leasefs::machine::State;
 use leasefs::namespaces::{self, Namespaces};
 use leasefs::registry::NamespaceRow;
 use leasefs::{Epoch, Error, KeyId, NamespaceId, Now, view};
@@ -373,7 +374,11 @@ fn claim_attributes(node: Node, entry: &KeyEntry, tree: &Namespaces, now: Now) -
     let renewed = state.attempt.as_ref().map_or(0, |attempt| attempt.renewed.wall_ms);
     let size = view::record_len(entry, now);
     let times = Times { mtime: at(renewed), ctime: at(state.changed_at.wall_ms) };
-    attr(node, FileType::RegularFile, mode & 0o666, entry.file_uid(tree), gid, size, times)
+    let mut attr = attr(node, FileType::RegularFile, mode & 0o666, entry.file_uid(tree), gid, size, times);
+    // A free key has no file (§2), so a handle of one is of a file that was unlinked: programs that unlink lock files
+    // look for that after each lock. Shared locks make no file, but they are as good as any other.
+    attr.nlink = u32::from(state.state(now) != State::Free);
+    attr
 }
 
 fn directory(node: Node, row: &NamespaceRow, mode: u32) -> FileAttr {

@@ -16,9 +16,9 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, sig
 use nix::sys::signalfd::{SfdFlags, SignalFd, siginfo};
 use nix::unistd::{AccessFlags, Pid, access, getpgid, getpgrp, getpid, getppid};
 
-use super::claim::{Claim, Renewal};
-use super::time::{Timer, boot_now};
 use crate::cli::complain;
+use crate::cli::holding::claim::{Claim, Renewal};
+use crate::cli::holding::time::{Timer, boot_now};
 use crate::cli::tree::Tree;
 
 /// Passed on to the command instead of ending `run`, which would end the lease under a running command.
@@ -47,7 +47,8 @@ impl Missing {
         ExitCode::from(code)
     }
 
-    fn of(error: &io::Error) -> Missing {
+    /// That of an error of `execve(2)`.
+    pub fn of(error: &io::Error) -> Missing {
         if error.kind() == io::ErrorKind::NotFound { Missing::NotFound } else { Missing::NotExecutable }
     }
 }

@@ -4,9 +4,10 @@
 //! meanwhile (saying who holds the key, renewing keys already taken) is done by a thread beside it. The end of the
 //! patience, and the loss of a key already taken, come as `SIGALRM`.
 
+use std::ffi::CStr;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -95,6 +96,19 @@ pub struct Claim {
 }
 
 impl Claim {
+    /// One that this open file holds already: it came from another process, or through `execve(2)`.
+    ///
+    /// # Errors
+    /// `ESTALE` when it has lost its lease; those of reading it.
+    pub fn adopt(tree: &Tree, key: Key, file: File) -> io::Result<Claim> {
+        let epoch = read_epoch(&file)?;
+        let now = boot_now()?;
+        let ttl = Ttl::default().as_duration();
+        let mut claim = Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false };
+        claim.note_renewal(tree, now);
+        Ok(claim)
+    }
+
     /// The key.
     pub fn key(&self) -> &Key {
         &self.key
@@ -108,6 +122,26 @@ impl Claim {
     /// The holder handle: `POLLERR` says that the lease is lost.
     pub fn file(&self) -> &File {
         &self.file
+    }
+
+    /// The holder handle, with the lease.
+    pub fn into_file(self) -> File {
+        self.file
+    }
+
+    /// Its time to live, as of the last renewal.
+    pub fn ttl(&self) -> Duration {
+        self.ttl
+    }
+
+    /// Last renewal, on `CLOCK_BOOTTIME`.
+    pub fn renewed_at(&self) -> Duration {
+        self.renewed_at
+    }
+
+    /// Puts off the next renewal until this time on `CLOCK_BOOTTIME`.
+    pub fn postpone(&mut self, until: Duration) {
+        self.due_at = until;
     }
 
     /// When it is to be renewed, on `CLOCK_BOOTTIME`.
@@ -177,7 +211,7 @@ pub fn take_all(tree: &Tree, keys: &[Key], ttl: Option<Ttl>, patience: Patience)
     ordered.sort();
     let mut taken = Vec::with_capacity(ordered.len());
     for key in ordered {
-        match take(tree, key, ttl, patience, &mut taken) {
+        match take(tree, key, ttl, patience, &mut taken, &[]) {
             Ok(claim) => taken.push(claim),
             Err(refusal) => {
                 give_back(taken);
@@ -188,14 +222,52 @@ pub fn take_all(tree: &Tree, keys: &[Key], ttl: Option<Ttl>, patience: Patience)
     Ok(taken)
 }
 
+/// Takes one key. A wait in line ends, too, when one of `until` becomes readable or hangs up.
+pub fn take_one(
+    tree: &Tree,
+    key: Key,
+    ttl: Option<Ttl>,
+    patience: Patience,
+    until: &[BorrowedFd<'_>],
+) -> Result<Claim, Refusal> {
+    take(tree, key, ttl, patience, &mut [], until)
+}
+
+/// Takes a key that is free and not finished, by exclusive create: it is done once.
+pub fn create(tree: &Tree, key: Key, ttl: Option<Ttl>) -> Result<Claim, Refusal> {
+    let path = tree.claim(&key);
+    let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            let why = tree.status(&key).ok().flatten().map_or_else(|| "held by another".to_owned(), |s| s.in_the_way());
+            return Err(Refusal::Held(format!("{key}: {why}")));
+        }
+        Err(error) => return Err(Refusal::Failed(not_opened(tree, &key, error))),
+    };
+    claimed(tree, key, file, ttl)
+}
+
 /// Closes the holder handles, the last taken first.
 pub fn give_back(mut claims: Vec<Claim>) {
     while claims.pop().is_some() {}
 }
 
-fn take(tree: &Tree, key: Key, ttl: Option<Ttl>, patience: Patience, taken: &mut [Claim]) -> Result<Claim, Refusal> {
+fn take(
+    tree: &Tree,
+    key: Key,
+    ttl: Option<Ttl>,
+    patience: Patience,
+    taken: &mut [Claim],
+    until: &[BorrowedFd<'_>],
+) -> Result<Claim, Refusal> {
     let file = open(tree, &key)?;
-    lock(tree, &key, &file, patience, taken)?;
+    lock(tree, &key, &file, patience, taken, until)?;
+    claimed(tree, key, file, ttl)
+}
+
+/// What is done with a handle that has just got the lease.
+fn claimed(tree: &Tree, key: Key, file: File, ttl: Option<Ttl>) -> Result<Claim, Refusal> {
     let now = boot_now()?;
     if let Some(ttl) = ttl {
         set_ttl(&file, ttl).map_err(|error| trouble(format_args!("{key}: its TTL cannot be set to {ttl}"), error))?;
@@ -212,35 +284,46 @@ fn take(tree: &Tree, key: Key, ttl: Option<Ttl>, patience: Patience, taken: &mut
 
 fn open(tree: &Tree, key: &Key) -> anyhow::Result<File> {
     // std adds O_CLOEXEC: the command must not inherit the lease.
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(tree.claim(key)).map_err(
-        |error| match error.raw_os_error() {
-            Some(libc::ENOENT) => {
-                let path = tree.claim(key);
-                let namespace = path.parent().unwrap_or(&path).display();
-                anyhow!("{key}: its namespace does not exist: run `mkdir -p {namespace}`")
-            }
-            _ => trouble(key, error),
-        },
-    )
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o666);
+    options.open(tree.claim(key)).map_err(|error| not_opened(tree, key, error))
 }
 
-fn lock(tree: &Tree, key: &Key, file: &File, patience: Patience, taken: &mut [Claim]) -> Result<(), Refusal> {
-    match flock(file, libc::LOCK_EX | libc::LOCK_NB) {
+fn not_opened(tree: &Tree, key: &Key, error: io::Error) -> anyhow::Error {
+    match error.raw_os_error() {
+        Some(libc::ENOENT) => {
+            let path = tree.claim(key);
+            let namespace = path.parent().unwrap_or(&path).display();
+            anyhow!("{key}: its namespace does not exist: run `mkdir -p {namespace}`")
+        }
+        _ => trouble(key, error),
+    }
+}
+
+fn lock(
+    tree: &Tree,
+    key: &Key,
+    file: &File,
+    patience: Patience,
+    taken: &mut [Claim],
+    until: &[BorrowedFd<'_>],
+) -> Result<(), Refusal> {
+    match lock_at_once(file) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
         done => return done.map_err(|error| Refusal::Failed(not_locked(key, error))),
     }
     let held = |waited: &str| {
         let status = tree.status(key).ok().flatten().filter(|status| !status.is_open());
         let by = status.map_or_else(|| "held by another".to_owned(), |status| status.in_the_way());
-        Refusal::Held(format!("{key}: {by}{waited}: nothing was run"))
+        Refusal::Held(format!("{key}: {by}{waited}"))
     };
     match patience {
         Patience::None => Err(held("")),
-        Patience::Until(end, limit) => match wait_in_line(tree, key, file, Some(end), taken)? {
+        Patience::Until(end, limit) => match wait_in_line(tree, key, file, Some(end), taken, until)? {
             true => Ok(()),
             false => Err(held(&format!(" (waited {} s)", limit.as_secs_f64()))),
         },
-        Patience::Endless => wait_in_line(tree, key, file, None, taken).map(|_| ()),
+        Patience::Endless => wait_in_line(tree, key, file, None, taken, until).map(|_| ()),
     }
 }
 
@@ -251,12 +334,13 @@ fn wait_in_line(
     file: &File,
     end: Option<Instant>,
     taken: &mut [Claim],
+    until: &[BorrowedFd<'_>],
 ) -> Result<bool, Refusal> {
     let alarm = Alarm::install()?;
     let (stop_seen, stop) = std::io::pipe().map_err(|error| trouble(key, error))?;
     let stop_seen = OwnedFd::from(stop_seen);
     let (locked, lost) = thread::scope(|scope| {
-        let beside = scope.spawn(|| beside_the_wait(tree, key, &stop_seen, taken));
+        let beside = scope.spawn(|| beside_the_wait(tree, key, &stop_seen, taken, until));
         if let Some(end) = end {
             Alarm::ring_in(end.saturating_duration_since(Instant::now()));
         }
@@ -284,16 +368,29 @@ fn wait_in_line(
     }
 }
 
-/// What is done while `flock` waits. Ends, with the alarm rung, when a key already taken is lost.
-fn beside_the_wait(tree: &Tree, key: &Key, stop: &OwnedFd, taken: &mut [Claim]) -> nix::Result<Option<String>> {
-    let watched = watch_beside(tree, key, stop, taken);
+/// What is done while `flock` waits. Ends, with the alarm rung, when a key already taken is lost, or nobody wants the key
+/// any more.
+fn beside_the_wait(
+    tree: &Tree,
+    key: &Key,
+    stop: &OwnedFd,
+    taken: &mut [Claim],
+    until: &[BorrowedFd<'_>],
+) -> nix::Result<Option<String>> {
+    let watched = watch_beside(tree, key, stop, taken, until);
     if !matches!(watched, Ok(None)) {
         Alarm::ring_in(Duration::ZERO);
     }
     watched
 }
 
-fn watch_beside(tree: &Tree, key: &Key, stop: &OwnedFd, taken: &mut [Claim]) -> nix::Result<Option<String>> {
+fn watch_beside(
+    tree: &Tree,
+    key: &Key,
+    stop: &OwnedFd,
+    taken: &mut [Claim],
+    until: &[BorrowedFd<'_>],
+) -> nix::Result<Option<String>> {
     // The alarm is for the thread that waits.
     SigSet::all().thread_block()?;
     let timer = Timer::new()?;
@@ -303,13 +400,17 @@ fn watch_beside(tree: &Tree, key: &Key, stop: &OwnedFd, taken: &mut [Claim]) -> 
         if let Some(next) = next {
             timer.ring_at(next)?;
         }
-        let mut fds = [stop.as_fd(), timer.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let watched = [stop.as_fd(), timer.as_fd()].into_iter().chain(until.iter().copied());
+        let mut fds: Vec<PollFd> = watched.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         match poll(&mut fds, PollTimeout::NONE) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno),
         }
         if fds[0].any() == Some(true) {
             return Ok(None);
+        }
+        if fds[2..].iter().any(|fd| fd.any() == Some(true)) {
+            return Ok(Some(format!("{key}: no longer waited for")));
         }
         if mention_at.is_some_and(|at| boot_now().is_ok_and(|now| now >= at)) {
             mention_at = None;
@@ -333,6 +434,14 @@ fn not_locked(key: &Key, error: io::Error) -> anyhow::Error {
     }
 }
 
+/// Locks an open file, if nobody else has the key.
+///
+/// # Errors
+/// Those of `flock(2)`; `EWOULDBLOCK` where it is held.
+pub fn lock_at_once(file: &File) -> io::Result<()> {
+    flock(file, libc::LOCK_EX | libc::LOCK_NB)
+}
+
 fn flock(file: &File, operation: libc::c_int) -> io::Result<()> {
     // SAFETY: takes two integers and touches no memory of ours.
     match unsafe { libc::flock(file.as_raw_fd(), operation) } {
@@ -341,12 +450,26 @@ fn flock(file: &File, operation: libc::c_int) -> io::Result<()> {
     }
 }
 
-fn set_ttl(file: &File, ttl: Ttl) -> io::Result<()> {
-    let value = ttl.to_string();
+/// Sets the time to live of the attempt that holds the file's key.
+///
+/// # Errors
+/// Those of `fsetxattr(2)`.
+pub fn set_ttl(file: &File, ttl: Ttl) -> io::Result<()> {
+    set_attribute(file, c"user.lease.ttl", &ttl.to_string())
+}
+
+fn set_attribute(file: &File, name: &CStr, value: &str) -> io::Result<()> {
     // SAFETY: the name ends with NUL, and the value is `value.len()` readable bytes; both live through the call.
-    let set =
-        unsafe { libc::fsetxattr(file.as_raw_fd(), c"user.lease.ttl".as_ptr(), value.as_ptr().cast(), value.len(), 0) };
+    let set = unsafe { libc::fsetxattr(file.as_raw_fd(), name.as_ptr(), value.as_ptr().cast(), value.len(), 0) };
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Names the agent that holds, on a handle that has the lease.
+///
+/// # Errors
+/// Those of `fsetxattr(2)`.
+pub fn set_agent(file: &File, name: &str) -> io::Result<()> {
+    set_attribute(file, c"user.lease.agent", name)
 }
 
 /// The first line of the record; from one's own handle it is never another attempt's.

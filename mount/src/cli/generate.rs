@@ -1,0 +1,249 @@
+//! `leasefs generate`: man pages and shell completions, from the commands' own definitions and the pages of `leasefs help`.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Command, CommandFactory};
+use clap_complete::aot::{Bash, Fish, Zsh, generate_to};
+use clap_mangen::Man;
+use clap_mangen::roff::{Roff, bold, roman};
+
+use super::help::page::{self, Page};
+use super::help::{exits, json, topics, visible};
+use super::{Cli, mount_helper};
+
+/// The manual all pages are of.
+const MANUAL: &str = "leasefs manual";
+
+/// Where to.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A directory; man1, man8 and completions are made in it
+    dir: PathBuf,
+}
+
+/// Writes them.
+///
+/// # Errors
+/// Those of writing files.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let mut root = Cli::command();
+    root.build();
+    let man = args.dir.join("man1");
+    fs::create_dir_all(&man).with_context(|| man.display().to_string())?;
+    write(&man.join("leasefs.1"), &main_page(&root)?)?;
+    for command in visible(&root) {
+        write(&man.join(format!("leasefs-{}.1", command.get_name())), &command_page(&root, command)?)?;
+    }
+    let man = args.dir.join("man8");
+    fs::create_dir_all(&man).with_context(|| man.display().to_string())?;
+    write(&man.join("mount.leasefs.8"), &mount_helper::man_page())?;
+    let completions = args.dir.join("completions");
+    fs::create_dir_all(&completions).with_context(|| completions.display().to_string())?;
+    let mut offered = offered(Cli::command());
+    generate_to(Bash, &mut offered, "leasefs", &completions)?;
+    generate_to(Zsh, &mut offered, "leasefs", &completions)?;
+    generate_to(Fish, &mut offered, "leasefs", &completions)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The command line without what is not for people: completions would offer it.
+fn offered(root: Command) -> Command {
+    let hidden = |command: &Command| command.is_hide_set();
+    let mut shown = Command::new("leasefs").version(env!("CARGO_PKG_VERSION")).disable_help_subcommand(true);
+    if let Some(about) = root.get_about() {
+        shown = shown.about(about.clone());
+    }
+    shown.subcommands(root.get_subcommands().filter(|command| !hidden(command)).cloned())
+}
+
+fn version() -> String {
+    format!("leasefs {}", env!("CARGO_PKG_VERSION"))
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    let mut file = fs::File::create(path).with_context(|| path.display().to_string())?;
+    file.write_all(text.as_bytes()).with_context(|| path.display().to_string())
+}
+
+/// The first line of a man page. The page has no date of its own: the version says what it is about.
+pub fn title(name: &str, section: u8) -> String {
+    let preamble = Roff::new().render();
+    format!("{preamble}.TH \"{}\" \"{section}\" \"\" \"{}\" \"{MANUAL}\"\n", name.to_uppercase(), version())
+}
+
+/// The page of a section that `render` makes, without the preamble that the title's has.
+fn part(render: impl FnOnce(&mut Vec<u8>) -> std::io::Result<()>) -> Result<String> {
+    let mut bytes = Vec::new();
+    render(&mut bytes)?;
+    let text = String::from_utf8(bytes)?;
+    let preamble = Roff::new().render();
+    Ok(text.strip_prefix(&preamble).map(str::to_owned).unwrap_or(text))
+}
+
+fn section(title: &str, page: &Page) -> String {
+    let mut roff = Roff::new();
+    roff.control("SH", [title]);
+    page::to_roff(page, &mut roff);
+    roff.render().strip_prefix(&Roff::new().render()).unwrap_or_default().to_owned()
+}
+
+fn see_also(pages: &[&str]) -> String {
+    let mut roff = Roff::new();
+    roff.control("SH", ["SEE ALSO"]);
+    let mut line = Vec::new();
+    for (at, name) in pages.iter().enumerate() {
+        let (name, number) = name.split_once('(').unwrap_or((name, ""));
+        line.extend([roman(if at > 0 { ", " } else { "" }), bold(name), roman(format!("({number}"))]);
+    }
+    roff.text(line);
+    roff.to_roff()
+}
+
+/// Notes of a command, as its help has them: lines that are set in stay as they are.
+fn notes(text: &str) -> Page {
+    let mut page = Page::default();
+    for paragraph in text.split("\n\n").filter(|paragraph| !paragraph.trim().is_empty()) {
+        let (mut plain, mut code) = (String::new(), String::new());
+        for line in paragraph.lines() {
+            if line.starts_with(' ') {
+                code += &format!("{}\n", line.trim_end());
+            } else {
+                plain += &format!("{line} ");
+            }
+        }
+        if !plain.is_empty() {
+            page.text(plain.trim_end());
+        }
+        if !code.is_empty() {
+            page.code(code);
+        }
+    }
+    page
+}
+
+fn main_page(root: &Command) -> Result<String> {
+    let man = Man::new(root.clone());
+    let mut text = title("leasefs", 1);
+    text += &part(|to| man.render_name_section(to))?;
+    text += &part(|to| man.render_synopsis_section(to))?;
+    text += &section("DESCRIPTION", &description());
+    let mut commands = Page::default();
+    for command in visible(root) {
+        let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+        commands.entry(format!("leasefs-{}(1)", command.get_name()), format!("{about}."));
+    }
+    commands.0.extend(notes(&exits::split(root).0).0);
+    text += &section("COMMANDS", &commands);
+    text += &part(|to| man.render_options_section(to))?;
+    text += &section("EXIT STATUS", &exits::page(root));
+    text += &section("FILES", &topics::files());
+    text += &section("ENVIRONMENT", &topics::environment());
+    text += &section("JSON", &json::page());
+    text += &section("METRICS", &topics::metrics());
+    text += &section("DIAGNOSTICS", &topics::errors());
+    text += &section("EXAMPLES", &examples());
+    text += &see_also(&["flock(1)", "flock(2)", "fcntl(2)", "fuse(4)", "mount.leasefs(8)", "systemd.service(5)"]);
+    Ok(text)
+}
+
+fn command_page(root: &Command, command: &Command) -> Result<String> {
+    let man = Man::new(command.clone());
+    let mut text = title(&format!("leasefs-{}", command.get_name()), 1);
+    text += &part(|to| man.render_name_section(to))?;
+    text += &part(|to| man.render_synopsis_section(to))?;
+    let (said, codes) = exits::split(command);
+    let mut about = Page::default();
+    if let Some(long) = command.get_long_about().or(command.get_about()) {
+        about.text(format!("{}.", long.to_string().trim_end_matches('.')));
+    }
+    about.0.extend(notes(&said).0);
+    text += &section("DESCRIPTION", &about);
+    text += &part(|to| man.render_options_section(to))?;
+    let mut exit = Page::default();
+    for (code, meaning) in codes {
+        exit.entry(code, meaning);
+    }
+    text += &section("EXIT STATUS", &exit);
+    let mut also = vec!["leasefs(1)".to_owned()];
+    // Those its notes speak of.
+    let spoken_of = visible(root).map(Command::get_name).filter(|name| said.contains(&format!("leasefs {name}")));
+    also.extend(spoken_of.filter(|name| *name != command.get_name()).map(|name| format!("leasefs-{name}(1)")));
+    text += &see_also(&also.iter().map(String::as_str).collect::<Vec<_>>());
+    Ok(text)
+}
+
+fn description() -> Page {
+    let mut page = Page::default();
+    page.text(
+        "leasefs mounts a tree in which a key is a file, and holding the file is holding a lease. Open a key's file \
+         exclusively, or lock it, with whatever a language already has: one process gets it. The kernel ends the lease \
+         when the last copy of the handle is gone, so a holder that exits, crashes or is killed lets go at once. Each \
+         attempt has a number, its epoch, that never comes again, and a result file that takes writes from that attempt \
+         alone.",
+    );
+    page.text(
+        "A key is a path below `claims/` of at most 1,024 bytes of UTF-8 without control characters, 255 for each part. \
+         A directory there is a namespace; its owner, group and mode say who may claim in it. A key is claimed by \
+         `open(2)` with O_CREAT and O_EXCL (do it once: EEXIST if it is held or finished), or by an exclusive lock on the \
+         whole file with `flock(2)` or `fcntl(2)` (one at a time, waiting in line or not; a finished key can be locked \
+         again), or by `leasefs run`.",
+    );
+    page.text(
+        "Every lease ends after its TTL, 24 h unless said otherwise, if it is not renewed by a write to the handle. A \
+         handle that lost its lease gets ESTALE for ever after. A committed result makes its key finished.",
+    );
+    page.text(
+        "Two processes serve a mount. The keeper holds the connection to the kernel; the server answers, and is replaced \
+         under its clients when it ends.",
+    );
+    page
+}
+
+fn examples() -> Page {
+    let mut page = Page::default();
+    page.text("Mount, hold a key, leave a result, look, unmount:");
+    page.code(
+        "mkdir -p ~/leases && leasefs mount ~/leases\n\
+         exec 9<>~/leases/claims/report && flock -n 9 && read -r epoch <&9\n\
+         cat ~/leases/status/report\n\
+         echo done >~/leases/results/report/$epoch; exec 9>&-\n\
+         leasefs unmount ~/leases",
+    );
+    page.text("A command that runs only while its key is held, for at most one process at a time:");
+    page.code("leasefs run -n nightly -- ./nightly");
+    page.text("As a service, on /srv/leases, for every user:");
+    page.code(
+        "echo 'MOUNTPOINT=/srv/leases' >/etc/leasefs/main.conf\n\
+         echo 'OPTIONS=--allow-other' >>/etc/leasefs/main.conf\n\
+         systemctl enable --now leasefs@main",
+    );
+    page.text("The same by /etc/fstab:");
+    page.code("/var/lib/leasefs/main  /srv/leases  leasefs  allow_other,nofail  0  0");
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_keep_what_is_set_in() {
+        let page = notes("One\nline.\n\nA list:\n  a  b\n  c  d");
+        let expected = [
+            page::Block::Text("One line.".into()),
+            page::Block::Text("A list:".into()),
+            page::Block::Code("  a  b\n  c  d\n".into()),
+        ];
+        assert_eq!(page.0, expected);
+    }
+
+    #[test]
+    fn what_is_not_for_people_is_offered_to_nobody() {
+        let offered = offered(Cli::command());
+        assert!(offered.find_subcommand("run").is_some() && offered.find_subcommand("serve").is_none());
+    }
+}

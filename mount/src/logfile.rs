@@ -1,0 +1,189 @@
+//! Where keeper and server log: to stderr, which a service manager or a terminal reads, or to a file in the state directory
+//! that never grows past its limit.
+//!
+//! Both processes append to the file. Whichever would make it too large puts it aside, over the one that was put aside
+//! before; the other sees by the next line that its file is not the one by that name any more, and follows. So at most two
+//! files of [`LIMIT`] are kept, and no other program has to look after them.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use nix::fcntl::{Flock, FlockArg};
+use parking_lot::Mutex;
+use tracing::{Level, Metadata};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+/// File name in the state directory.
+pub const LOG: &str = "leasefs.log";
+/// The one that was put aside.
+pub const OLD: &str = "leasefs.log.old";
+/// The most bytes in each of them.
+pub const LIMIT: u64 = 1 << 20;
+
+/// The file, once there is one.
+static FILE: Mutex<Option<LogFile>> = Mutex::new(None);
+
+/// Sends the log to stderr; `LEASEFS_LOG` says how much. For the journal, each line has its priority and no time.
+pub fn start() {
+    let filter = EnvFilter::try_from_env("LEASEFS_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let has_journal = is_journal();
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
+    let builder = builder.with_writer(Sink { has_journal });
+    let _ = if has_journal { builder.without_time().with_level(false).try_init() } else { builder.try_init() };
+}
+
+/// Sends the log, and whatever else comes on stderr, to the file in a state directory from here on.
+///
+/// # Errors
+/// Where it cannot be opened.
+pub fn follow(state_dir: &Path) -> Result<()> {
+    let file = LogFile::open(state_dir).context(LOG)?;
+    *FILE.lock() = Some(file);
+    Ok(())
+}
+
+/// Whether stderr is the journal's: `$JOURNAL_STREAM` names its device and inode.
+fn is_journal() -> bool {
+    let Ok(named) = std::env::var("JOURNAL_STREAM") else { return false };
+    let found = fs::metadata("/proc/self/fd/2").map(|found| format!("{}:{}", found.dev(), found.ino()));
+    found.is_ok_and(|found| found == named)
+}
+
+/// Makes a writer for each line.
+struct Sink {
+    has_journal: bool,
+}
+
+/// Writes a line.
+struct Line {
+    priority: Option<&'static str>,
+}
+
+impl<'a> MakeWriter<'a> for Sink {
+    type Writer = Line;
+
+    fn make_writer(&'a self) -> Line {
+        Line { priority: None }
+    }
+
+    fn make_writer_for(&'a self, of: &Metadata<'_>) -> Line {
+        let priority = match *of.level() {
+            Level::ERROR => "<3>",
+            Level::WARN => "<4>",
+            Level::INFO => "<6>",
+            _ => "<7>",
+        };
+        Line { priority: self.has_journal.then_some(priority) }
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        if let Some(file) = FILE.lock().as_mut() {
+            file.append(line)?;
+        } else if let Some(priority) = self.priority {
+            // At once, or lines of two processes would be mixed.
+            io::stderr().lock().write_all(&[priority.as_bytes(), line].concat())?;
+        } else {
+            io::stderr().lock().write_all(line)?;
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The file as this process has it open, and as its stderr.
+struct LogFile {
+    dir: PathBuf,
+    file: File,
+}
+
+impl LogFile {
+    fn open(dir: &Path) -> io::Result<LogFile> {
+        let file = OpenOptions::new().append(true).create(true).mode(0o600).open(dir.join(LOG))?;
+        nix::unistd::dup2_stderr(&file)?;
+        Ok(LogFile { dir: dir.to_owned(), file })
+    }
+
+    fn append(&mut self, line: &[u8]) -> io::Result<()> {
+        if !self.is_by_name()? {
+            self.reopen();
+        }
+        let after = self.file.metadata()?.len() + line.len() as u64;
+        if after > LIMIT {
+            self.put_aside();
+        }
+        // Where a new one cannot be made, the old one must not grow for ever either.
+        if self.file.metadata()?.len() + line.len() as u64 <= 2 * LIMIT {
+            self.file.write_all(line)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the file is still the one by its name.
+    fn is_by_name(&self) -> io::Result<bool> {
+        let ours = self.file.metadata()?;
+        Ok(fs::metadata(self.dir.join(LOG)).is_ok_and(|named| (named.dev(), named.ino()) == (ours.dev(), ours.ino())))
+    }
+
+    fn reopen(&mut self) {
+        if let Ok(new) = LogFile::open(&self.dir) {
+            *self = new;
+        }
+    }
+
+    fn put_aside(&mut self) {
+        // Whoever has the lock is at it. Not to be waited for: it may have been stopped.
+        let Ok(Ok(lock)) = self.file.try_clone().map(|file| Flock::lock(file, FlockArg::LockExclusiveNonblock)) else {
+            return;
+        };
+        if self.is_by_name().is_ok_and(|is| is) && fs::rename(self.dir.join(LOG), self.dir.join(OLD)).is_err() {
+            return;
+        }
+        self.reopen();
+        drop(lock);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file as another process would have it; stderr is left alone.
+    fn open(dir: &Path) -> LogFile {
+        let file = OpenOptions::new().append(true).create(true).open(dir.join(LOG)).expect("file");
+        LogFile { dir: dir.to_owned(), file }
+    }
+
+    #[test]
+    fn whoever_does_not_put_it_aside_sees_that_it_was() {
+        let dir = tempfile::tempdir().expect("directory");
+        let one = open(dir.path());
+        assert!(one.is_by_name().expect("stat"));
+        fs::rename(dir.path().join(LOG), dir.path().join(OLD)).expect("rename");
+        assert!(!one.is_by_name().expect("stat"));
+        let _another = open(dir.path());
+        assert!(!one.is_by_name().expect("stat"));
+    }
+
+    #[test]
+    fn one_that_cannot_be_put_aside_does_not_grow_for_ever() {
+        let dir = tempfile::tempdir().expect("directory");
+        let mut one = open(dir.path());
+        // A directory that is not empty is not replaced by rename(2).
+        fs::create_dir_all(dir.path().join(OLD).join("x")).expect("mkdir");
+        let line = vec![b'x'; 100 * 1024];
+        for _ in 0..40 {
+            one.append(&line).expect("written, or left out");
+        }
+        let length = fs::metadata(dir.path().join(LOG)).expect("stat").len();
+        assert!(length > LIMIT && length <= 2 * LIMIT, "{length}");
+    }
+}

@@ -1,0 +1,82 @@
+//! When the server, the connection or the mount ends.
+
+use nix::sys::signal::Signal;
+
+use crate::common::{LEASEFS, assert_ok, wait_for};
+use crate::tools::{Tools, assert_refused, signal};
+
+#[test]
+fn a_killed_server_is_noticed_by_nobody() {
+    let tools = Tools::new();
+    let process = std::process::id();
+    tools.claim(&format!("bound --for {process} --ttl 1s"));
+    tools.claim("free --agent planner");
+    let holders = (tools.holder("bound"), tools.holder("free"));
+    for _ in 0..3 {
+        let server = tools.mount.server_pid().expect("a server");
+        signal(server, Signal::SIGKILL);
+        wait_for("another server", || tools.mount.server_pid().is_some_and(|pid| pid != server));
+        let renewed = tools.mount.status("bound")["renewed"].clone();
+        tools.mount.wait_status("bound", "renewed", |status| status["renewed"] != renewed);
+    }
+    assert_eq!((tools.holder("bound"), tools.holder("free")), holders);
+    assert_ok(&tools.elsewhere("echo done | leasefs complete free --epoch 1"));
+    assert_ok(&tools.elsewhere("leasefs release bound --epoch 1"));
+    tools.wait_no_holders();
+    tools.mount.verify();
+}
+
+#[test]
+fn after_a_lost_connection_the_attempt_is_taken_back() {
+    let mut tools = Tools::new();
+    tools.claim("job --agent planner --ttl 10m");
+    let holder = tools.holder("job");
+    tools.mount.lose_connection();
+    tools.mount.start(&[]);
+    tools.mount.wait_status("job", "held again", |status| status["state"] == "held" && status["epoch"] == 1);
+    assert_eq!(tools.holder("job"), holder);
+    assert_eq!(tools.claim("job --agent planner"), 1);
+    assert_ok(&tools.elsewhere("echo done | leasefs complete job --epoch 1"));
+    tools.wait_no_holders();
+    tools.mount.verify();
+}
+
+#[test]
+fn bound_to_one_who_ended_meanwhile_it_is_given_up() {
+    let mut tools = Tools::new();
+    let mut process =
+        crate::common::Background(std::process::Command::new("sleep").arg("1000").spawn().expect("sleep"));
+    tools.claim(&format!("job --for {} --ttl 10m", process.pid()));
+    let holder = tools.holder("job");
+    tools.mount.lose_connection();
+    process.signal("KILL");
+    process.wait();
+    wait_for("end of the holder", || crate::common::agent::has_ended(holder));
+    tools.mount.start(&[]);
+    tools.mount.wait_status("job", "free", |status| status["state"] == "free");
+}
+
+#[test]
+fn an_unmount_finds_it_busy_as_any_open_file() {
+    let tools = Tools::new();
+    tools.claim("job --agent planner");
+    let root = tools.mount.root();
+    let unmount = std::process::Command::new(LEASEFS).arg("unmount").arg(&root).output().expect("leasefs runs");
+    assert_refused(&unmount, 1, &["is in use", "leasefs ls"]);
+    assert_eq!(tools.mount.state_of("job"), "held");
+    assert_ok(&tools.elsewhere("leasefs release job --epoch 1"));
+    tools.wait_no_holders();
+    let mut tools = tools;
+    tools.mount.unmount();
+}
+
+#[test]
+fn an_evicted_attempt_has_no_holder_any_more() {
+    let tools = Tools::new();
+    tools.claim("job --agent planner");
+    let holder = tools.holder("job");
+    assert_ok(&tools.elsewhere("leasefs evict job --epoch 1 --reason test"));
+    tools.wait_free("job", holder);
+    let late = tools.elsewhere("echo late | leasefs complete job --epoch 1");
+    assert_refused(&late, 75, &["job: epoch 1 does not hold it", "nothing was recorded"]);
+}

@@ -1,0 +1,108 @@
+//! The process that keeps an attempt: what it shows, and what it must not have.
+
+use std::fs;
+
+use crate::common::agent::has_ended;
+use crate::common::{assert_ok, wait_for};
+use crate::tools::{Tools, assert_refused};
+
+#[test]
+fn ps_tells_whose_attempt_it_keeps() {
+    let tools = Tools::new();
+    let process = std::process::id();
+    tools.claim(&format!("job --agent 'planner 7' --for {process}"));
+    let holder = tools.holder("job");
+    let output = tools.command(&["ps", "-o", "args=", "-p", &holder.to_string()]).output().expect("ps runs");
+    let shown = crate::common::stdout(&output);
+    for part in ["leasefs hold --key=job --epoch=1 --agent=planner 7", &format!("--for={process}:")] {
+        assert!(shown.contains(part), "`{part}` is missing in {shown}");
+    }
+    assert_eq!(tools.mount.status("job")["holder"]["command"], "leasefs");
+}
+
+#[test]
+fn it_has_nothing_of_its_caller() {
+    let tools = Tools::new();
+    // A caller that ignores signals, has a lease of its own at 9, and a directory that is to be removed.
+    let dir = tools.mount.scratch().join("gone");
+    fs::create_dir(&dir).expect("directory");
+    let script = format!(
+        "trap '' HUP TERM; cd {}; exec 9>\"$M/claims/own\"; flock 9; leasefs claim job; exec 9>&-; cat \"$M/status/own\"",
+        dir.display()
+    );
+    let output = tools.step(&script);
+    assert_ok(&output);
+    assert!(crate::common::stdout(&output).contains("\"state\":\"free\""), "{output:?}");
+
+    let holder = tools.holder("job");
+    let proc = |name: &str| format!("/proc/{holder}/{name}");
+    let root = tools.mount.root();
+    for entry in fs::read_dir(proc("fd")).expect("its descriptors").flatten() {
+        let target = fs::read_link(entry.path()).expect("link");
+        let of_its_own =
+            target.starts_with(&root) || target.starts_with("/dev/null") || target.starts_with("anon_inode:[timerfd]");
+        assert!(of_its_own, "{} is open", target.display());
+    }
+    assert_eq!(fs::read_link(proc("cwd")).expect("link"), std::path::Path::new("/"));
+    assert_eq!(fs::read_to_string(proc("environ")).expect("environ"), "");
+    let status = fs::read_to_string(proc("status")).expect("status");
+    let mask = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a mask");
+        u64::from_str_radix(line.trim(), 16).expect("hex")
+    };
+    // A Rust program ignores SIGPIPE itself; 32 and 33 are the C library's own.
+    let others = !(1 << (libc::SIGPIPE - 1) | 3 << 31);
+    assert_eq!((mask("SigBlk:"), mask("SigIgn:") & others), (0, 0));
+    let own = nix::unistd::getsid(None).expect("session");
+    assert_ne!(nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(holder))), Ok(own));
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).expect("a parent").trim();
+    assert_ne!(parent, std::process::id().to_string());
+}
+
+#[test]
+fn nothing_is_kept_for_one_who_was_not_told() {
+    let tools = Tools::new();
+    let full = tools.step("leasefs claim job >/dev/full");
+    assert_refused(&full, 2, &["job: its epoch cannot be printed", "nothing is held"]);
+    tools.wait_no_holders();
+    tools.mount.wait_status("job", "free", |status| status["state"] == "free");
+    // One that reads no more.
+    let broken = tools.step("sleep 0 | :; { leasefs claim job; echo $? >&2; } | true");
+    let code = String::from_utf8_lossy(&broken.stderr).lines().last().map(str::to_owned);
+    if code.as_deref() == Some("0") {
+        // It was told before the reader was gone.
+        assert_eq!(tools.mount.state_of("job"), "held");
+    } else {
+        tools.wait_no_holders();
+        assert_eq!(tools.mount.state_of("job"), "free");
+    }
+}
+
+#[test]
+fn it_is_not_started_by_hand() {
+    let tools = Tools::new();
+    let output = tools.step("leasefs hold --key=job --root=\"$M\" --channel=77");
+    assert_refused(&output, 2, &["descriptor 77 was not passed on", "leasefs claim"]);
+    assert_eq!(tools.mount.state_of("job"), "free");
+}
+
+#[test]
+fn killed_or_stopped_it_is_like_any_holder() {
+    let tools = Tools::new();
+    tools.claim("job --ttl 2s");
+    let holder = tools.holder("job");
+    crate::tools::signal(holder, nix::sys::signal::Signal::SIGKILL);
+    tools.wait_free("job", holder);
+    assert_eq!(tools.history("job")[0]["reason"], "killed by signal 9");
+    assert_refused(&tools.elsewhere("leasefs renew job --epoch 1"), 75, &["job: epoch 1 does not hold it: it is free"]);
+
+    let process = std::process::id();
+    assert_eq!(tools.claim(&format!("job --ttl 1s --for {process}")), 2);
+    let holder = tools.holder("job");
+    crate::tools::signal(holder, nix::sys::signal::Signal::SIGSTOP);
+    tools.mount.wait_status("job", "expired", |status| status["outcome"] == "expired");
+    assert_eq!(tools.claim("job"), 3, "the key is free for others");
+    crate::tools::signal(holder, nix::sys::signal::Signal::SIGCONT);
+    wait_for("its end", || has_ended(holder));
+    assert_eq!((tools.mount.state_of("job"), tools.mount.status("job")["epoch"].as_u64()), ("held".into(), Some(3)));
+}

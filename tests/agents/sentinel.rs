@@ -1,0 +1,95 @@
+//! `--sentinel TEXT`: held while a process has the text in its command line, once it had time to come up.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::common::{Background, assert_ok, wait_for};
+use crate::tools::{Tools, assert_refused};
+
+/// A text that no other process has.
+fn text(name: &str) -> String {
+    format!("leasefs-test-{}-{name}", std::process::id())
+}
+
+/// A program with that among its arguments.
+fn agent(text: &str) -> Background {
+    let mut command = Command::new("sh");
+    Background(command.args(["-c", "read -r _ </dev/zero; sleep 1000", "--session", text]).spawn().expect("sh runs"))
+}
+
+fn claim(tools: &Tools, text: &str, options: &str) {
+    // The text is not in the shell's own command line.
+    let mut command =
+        tools.command(&["bash", "-c", &format!("leasefs claim job {options} --sentinel \"$TEXT\"; exit $?")]);
+    assert_ok(&command.env("TEXT", text).output().expect("bash runs"));
+}
+
+#[test]
+fn the_launcher_claims_before_its_agent_is_visible() {
+    let tools = Tools::new();
+    let text = text("later");
+    let began = Instant::now();
+    claim(&tools, &text, "--grace 4s --ttl 3s");
+    let holder = tools.holder("job");
+    // Longer than the TTL: the grace counts as a sign of life.
+    wait_for("most of the grace", || {
+        assert_eq!(tools.mount.state_of("job"), "held");
+        began.elapsed() > Duration::from_millis(3_500)
+    });
+    let mut agent = agent(&text);
+    let seen = Instant::now();
+    wait_for("twice the TTL", || {
+        let status = tools.mount.status("job");
+        assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");
+        seen.elapsed() > Duration::from_secs(6)
+    });
+    agent.signal("STOP");
+    assert_eq!(tools.mount.state_of("job"), "held");
+    agent.signal("KILL");
+    agent.wait();
+    tools.wait_free("job", holder);
+    let last = tools.history("job").pop().expect("an attempt");
+    assert_eq!(last["outcome"], "released", "{last}");
+    assert!(last["reason"].as_str().is_some_and(|why| why.contains(&text)), "{last}");
+}
+
+#[test]
+fn one_that_never_comes_up_ends_it_after_the_grace() {
+    let tools = Tools::new();
+    let began = Instant::now();
+    claim(&tools, &text("never"), "--grace 1500ms");
+    let holder = tools.holder("job");
+    tools.wait_free("job", holder);
+    assert!(began.elapsed() > Duration::from_millis(1_500), "after {:?}", began.elapsed());
+}
+
+#[test]
+fn two_that_are_held_for_the_same_text_do_not_keep_each_other() {
+    let tools = Tools::new();
+    let text = text("shared");
+    claim(&tools, &text, "--grace 0s");
+    let holder = tools.holder("job");
+    let second = tools.command(&["leasefs", "claim", "other", "--grace", "0s", "--sentinel", &text]).output();
+    assert_ok(&second.expect("leasefs runs"));
+    tools.wait_free("job", holder);
+    tools.mount.wait_status("other", "free", |status| status["state"] == "free");
+    tools.wait_no_holders();
+}
+
+#[test]
+fn what_would_always_be_there_or_means_nothing_is_refused() {
+    let tools = Tools::new();
+    for bad in [
+        "--sentinel ''",
+        "--sentinel x --grace soon",
+        "--grace 1s",
+        "--sentinel x --for 1",
+        "--sentinel x --grace 400d",
+    ] {
+        let output = tools.step(&format!("leasefs claim job {bad}"));
+        assert_eq!(output.status.code(), Some(2), "{bad}: {output:?}");
+    }
+    assert_eq!(tools.mount.state_of("job"), "free");
+    assert_refused(&tools.step("leasefs claim no/such/job --sentinel x"), 2, &["namespace does not exist", "mkdir -p"]);
+    assert!(tools.holders().is_empty());
+}

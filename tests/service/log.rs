@@ -1,0 +1,56 @@
+//! The log of a background mount is bounded, and whoever puts it aside, keeper and servers go on in the new one.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::common::agent::has_ended;
+use crate::common::{Mount, wait_for};
+
+const LIMIT: u64 = 1 << 20;
+
+fn log(mount: &Mount) -> PathBuf {
+    mount.state().join("leasefs.log")
+}
+
+/// Makes the log as long as it may be, but for a few bytes.
+fn fill(mount: &Mount) {
+    let file = fs::OpenOptions::new().append(true).open(log(mount)).expect("the log");
+    let length = file.metadata().expect("stat").len();
+    let line = vec![b'.'; usize::try_from(LIMIT - 10 - length).expect("room")];
+    std::io::Write::write_all(&mut &file, &line).expect("written");
+}
+
+/// Kills the server, and waits until the next one has said that it serves.
+fn kill_server(mount: &Mount) {
+    let pid = mount.server_pid().expect("a server");
+    kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it is there");
+    wait_for("its end", || has_ended(pid));
+    let next = mount.server_pid().expect("the next server");
+    assert_ne!(next, pid);
+}
+
+#[test]
+fn a_full_log_is_put_aside_and_all_go_on_in_the_new_one() {
+    let mount = Mount::new();
+    let old = mount.state().join("leasefs.log.old");
+    for round in 1..=3 {
+        fill(&mount);
+        let full = fs::metadata(log(&mount)).expect("stat").ino();
+        kill_server(&mount);
+        let text = || fs::read_to_string(log(&mount)).expect("text");
+        // Of the keeper, and of the new server, which inherited the descriptor of the old file.
+        wait_for("the keeper's word", || text().contains("starting another"));
+        wait_for("the server's word", || text().contains("took over"));
+        assert_eq!(fs::metadata(&old).expect("the old log").ino(), full, "round {round}");
+        for file in [&old, &log(&mount)] {
+            assert!(fs::metadata(file).expect("stat").len() <= LIMIT, "round {round}: {}", file.display());
+        }
+    }
+    let logs = fs::read_dir(mount.state()).expect("state").flatten();
+    let logs = logs.filter(|entry| entry.file_name().to_string_lossy().starts_with("leasefs.log")).count();
+    assert_eq!(logs, 2, "no more than two are kept");
+}

@@ -1,0 +1,120 @@
+//! The systemd units: by what systemd says of them, and by what they do under one.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::common::{assert_ok, stdout, wait_for};
+use crate::machine::Machine;
+use crate::package;
+
+#[test]
+fn systemd_has_nothing_to_say_against_them() {
+    let dir = tempfile::tempdir().expect("directory");
+    let dist = Path::new(env!("CARGO_MANIFEST_DIR")).join("dist/systemd");
+    fs::create_dir_all(dir.path().join("usr/bin")).expect("mkdir");
+    fs::create_dir_all(dir.path().join("etc/systemd/system")).expect("mkdir");
+    for program in ["leasefs", "mkdir"] {
+        fs::copy("/bin/true", dir.path().join("usr/bin").join(program)).expect("a program");
+    }
+    std::os::unix::fs::symlink("usr/bin", dir.path().join("bin")).expect("symlink");
+    for (file, unit) in
+        [("system/leasefs@.service", "leasefs@main.service"), ("user/leasefs.service", "leasefs.service")]
+    {
+        let name = Path::new(file).file_name().expect("a name");
+        fs::copy(dist.join(file), dir.path().join("etc/systemd/system").join(name)).expect("copy");
+        let mut verify = Command::new("systemd-analyze");
+        verify.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(dir.path()).arg(unit);
+        let output = verify.output().expect("systemd-analyze runs");
+        assert_ok(&output);
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "", "{unit}");
+    }
+    let mut security = Command::new("systemd-analyze");
+    security.args(["security", "--offline=true", "--no-pager", "--threshold=45", "--root"]).arg(dir.path());
+    let output = security.arg("leasefs@main.service").output().expect("systemd-analyze runs");
+    assert!(output.status.success(), "its exposure is over 4.5: {}", stdout(&output));
+}
+
+/// A process in the machine that has a key, until `/root/go` is there; then it writes down which epoch it still has.
+const HOLD: &str = "rm -f /root/go /root/has; systemd-run --quiet --collect bash -c \
+    'exec 9<>/run/leasefs/main/claims/KEY; flock 9; touch /root/has; until [ -e /root/go ]; do sleep .05; done; \
+    read -r epoch <&9; echo $epoch >/root/epoch'; until [ -e /root/has ]; do sleep .05; done";
+
+#[test]
+fn a_tree_is_installed_started_reloaded_stopped_and_restarted_as_the_unit_says() {
+    let dir = tempfile::tempdir().expect("directory");
+    let (_, deb) = package::make(dir.path());
+    let machine = Machine::boot();
+    fs::copy(&deb, machine.root().join("root/leasefs.deb")).expect("copy");
+    machine.ok("dpkg -i /root/leasefs.deb");
+
+    // It is on, and to be seen by others than the service.
+    machine.ok("systemctl start leasefs@main");
+    let status = machine.ok("systemctl show -P StatusText leasefs@main");
+    assert_eq!(status.trim(), "serving /run/leasefs/main (server 1)");
+    assert_eq!(machine.ok("findmnt -no FSTYPE /run/leasefs/main").trim(), "fuse.leasefs");
+    let state = machine.ok("stat -c '%a %U' /var/lib/leasefs/main");
+    assert_eq!(state.trim(), "700 root");
+    machine.ok("setpriv --reuid nobody --clear-groups flock -n /run/leasefs/main/claims/theirs true");
+    let log = machine.ok("journalctl -u leasefs@main -o json | grep -o '\"PRIORITY\":\"6\"' | sort -u");
+    assert_eq!(log.trim(), "\"PRIORITY\":\"6\"", "the journal knows how much each line matters");
+
+    // Its sandbox leaves it what it needs to tell a writer that was killed.
+    machine.ok("cd /run/leasefs/main && exec 9<>claims/job && flock -n 9 || exit; \
+         bash -c 'exec 7>results/job/1; echo half >&7; kill -KILL $$'; \
+         dd status=none conv=fsync of=results/job/1 <<<whole && grep -q whole results/job/1");
+
+    // Another program takes over under a holder: by reload, and by an upgrade of the package.
+    machine.ok(&HOLD.replace("KEY", "held"));
+    let holder = machine.ok("cat /run/leasefs/main/status/held");
+    let starts = || machine.ok("grep -o '\"starts\":[0-9]*' /run/leasefs/main/.leasefs/config").trim().to_owned();
+    machine.ok("systemctl reload leasefs@main");
+    assert_eq!(starts(), "\"starts\":2");
+    machine.ok("dpkg -i /root/leasefs.deb");
+    assert_eq!(starts(), "\"starts\":3");
+    assert_eq!(machine.ok("cat /run/leasefs/main/status/held"), holder, "it holds as before");
+
+    // Stop waits for it, out of sight, and cuts nothing short.
+    let is_active = || stdout(&machine.run("systemctl is-active leasefs@main")).trim().to_owned();
+    machine.ok("systemctl stop --no-block leasefs@main");
+    wait_for("the tree is out of sight", || !machine.run("findmnt /run/leasefs/main").status.success());
+    assert_eq!(is_active(), "deactivating");
+    machine.ok("touch /root/go; until [ -e /root/epoch ]; do sleep .05; done");
+    assert_eq!(machine.ok("cat /root/epoch").trim(), "1", "it still had its lease");
+    wait_for("it is stopped", || is_active() == "inactive");
+
+    // Started again it is the same tree; a keeper that is killed is started again over the dead mount.
+    machine.ok("systemctl start leasefs@main; flock -n /run/leasefs/main/claims/held true");
+    machine.ok("grep -q '\"epoch\":2' /run/leasefs/main/status/held");
+    machine.ok("kill -KILL $(systemctl show -P MainPID leasefs@main)");
+    wait_for("it is back", || {
+        machine.run("[ -d /run/leasefs/main/claims ]").status.success() && is_active() == "active"
+    });
+    machine.ok("flock -n /run/leasefs/main/claims/held true; leasefs doctor /run/leasefs/main");
+
+    // Who is asked a second time does not wait for holders.
+    machine.ok(&HOLD.replace("KEY", "late"));
+    machine.ok("systemctl stop --no-block leasefs@main");
+    wait_for("it stops", || is_active() == "deactivating");
+    wait_for("the tree is out of sight", || !machine.run("findmnt /run/leasefs/main").status.success());
+    machine.ok("systemctl kill --kill-whom=main leasefs@main");
+    wait_for("it has ended", || matches!(is_active().as_str(), "failed" | "inactive"));
+    machine.ok("touch /root/go");
+
+    // Another instance, as its configuration says; and a line of fstab, which systemd makes a unit of.
+    machine.ok("printf 'MOUNTPOINT=/srv/leases\\nOPTIONS=--ttl 1h --durability process\\n' >/etc/leasefs/other.conf");
+    machine.ok("systemctl start leasefs@other; grep -q '\"ttl_ms\":3600000' /srv/leases/.leasefs/config");
+    machine.ok(
+        "echo '/var/lib/leasefs/f /srv/table leasefs ttl=90s,nofail,x-systemd.after=local-fs.target 0 0' >/etc/fstab",
+    );
+    machine.ok("systemctl daemon-reload; systemctl start srv-table.mount");
+    machine.ok("grep -q '\"ttl_ms\":90000' /srv/table/.leasefs/config");
+    machine.ok("systemctl stop srv-table.mount; ! findmnt /srv/table");
+
+    // Without the program on the disk it is served on.
+    let output = machine.run("dpkg -r leasefs");
+    assert_ok(&output);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("still mounted"), "{output:?}");
+    machine.ok("kill -KILL $(grep -o '\"pid\":[0-9]*' /srv/leases/.leasefs/config | cut -d: -f2)");
+    machine.ok("flock -n /srv/leases/claims/k true; umount /srv/leases");
+}
