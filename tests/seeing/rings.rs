@@ -112,6 +112,31 @@ fn a_child_with_an_inherited_handle_whose_claimer_is_gone() {
     }
 }
 
+/// Agents hold by way of a process of their own, which lets go when they end.
+#[test]
+fn two_agents_for_whom_keys_are_held() {
+    let mount = Mount::new();
+    let agents = [Agent::new(), Agent::new()];
+    let keys = ["a", "b"];
+    for (agent, key) in agents.iter().zip(keys) {
+        let pid = agent.pid().to_string();
+        assert_ok(&mount.leasefs(&["claim", key, "--agent", &format!("agent-{key}"), "--for", &pid]));
+    }
+    for (agent, key) in agents.iter().zip(["b", "a"]) {
+        let handle = agent.handle(&mount.claim(key));
+        agent.begin_flock(handle, LOCK_EX);
+        wait_line(&mount, key, 1);
+    }
+    for said in told(&mount, "a") {
+        assert!(said.contains("(leasefs), which has a, waits for b") && said.lines().count() == 1, "{said}");
+    }
+    agents[0].kill();
+    agents[1].answer().expect("granted");
+    for said in told(&mount, "a") {
+        assert_eq!(said, "");
+    }
+}
+
 #[test]
 fn a_queue_is_no_ring() {
     let mount = Mount::new();
