@@ -223,7 +223,7 @@ pub const ENGINE: Section = Section {
     rows: &[
         Row { what: "state directory {path}: {registry} is damaged ({what})", cure: leasefs::registry::sqlite::REMEDY },
         Row {
-            what: "state directory {path}: {registry} was written by a newer leasefs (schema {n}, this one knows {m})",
+            what: "state directory {path}: {registry} was written by a newer leasefs (schema {found}, this one knows {known})",
             cure: "install that version, or use another --state",
         },
         Row { what: "state directory {path}: {registry} is not a leasefs registry", cure: "use another --state" },

@@ -87,8 +87,8 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     agent.write(held, "a note").expect("holder");
     let name = format!("setfattr -n user.lease.agent -v builder {}", mount.claim("held").display());
     let _ = mount.bash(&name);
-    let waiting = mount.spawn_bash("exec 9<>$M/claims/held; flock 9; exec sleep 60");
-    let sharing = mount.spawn_bash("exec 9<>$M/claims/held; flock -s 9; exec sleep 60");
+    let waiting = mount.spawn_bash("exec flock $M/claims/held true");
+    let sharing = mount.spawn_bash("exec flock -s $M/claims/held true");
     mount.wait_status("held", "two wait", |status| status["waiters"] == 2);
     look(&mount, "held", "held");
     let who = mount.leasefs(&["who", "held", "--json"]);
@@ -96,6 +96,7 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let who: Value = serde_json::from_slice(&who.stdout).expect("JSON");
     assert_eq!(shown([&who]), documented("leasefs who --json").0, "{who}");
     drop((waiting, sharing));
+    mount.wait_status("held", "nobody waits", |status| status["waiters"] == 0);
     assert_ok(&mount.leasefs(&["evict", "held", "--epoch", "1", "--reason", "test"]));
     look(&mount, "held", "free");
     // Shared.

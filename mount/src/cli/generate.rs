@@ -103,7 +103,7 @@ fn see_also(pages: &[&str]) -> String {
     roff.to_roff()
 }
 
-/// Notes of a command, as its help has them: lines that are set in stay as they are.
+/// Notes of a command, as its help has them: lines that are set in stay as they are, but for lists of a term and its meaning.
 fn notes(text: &str) -> Page {
     let mut page = Page::default();
     for paragraph in text.split("\n\n").filter(|paragraph| !paragraph.trim().is_empty()) {
@@ -118,8 +118,17 @@ fn notes(text: &str) -> Page {
         if !plain.is_empty() {
             page.text(plain.trim_end());
         }
-        if !code.is_empty() {
-            page.code(code);
+        let pairs: Option<Vec<_>> = code.lines().map(|line| line.trim().split_once("  ")).collect();
+        match pairs {
+            _ if code.is_empty() => {}
+            Some(pairs) => {
+                for (term, meaning) in pairs {
+                    page.entry(term, meaning.trim());
+                }
+            }
+            None => {
+                page.code(code);
+            }
         }
     }
     page
@@ -222,7 +231,7 @@ fn examples() -> Page {
          systemctl enable --now leasefs@main",
     );
     page.text("The same by /etc/fstab:");
-    page.code("/var/lib/leasefs/main  /srv/leases  leasefs  allow_other,nofail  0  0");
+    page.code("/var/lib/leasefs/main /srv/leases leasefs allow_other,nofail 0 0");
     page
 }
 
@@ -232,11 +241,13 @@ mod tests {
 
     #[test]
     fn notes_keep_what_is_set_in() {
-        let page = notes("One\nline.\n\nA list:\n  a  b\n  c  d");
+        let page = notes("One\nline.\n\nA list:\n  a    b\n  c d  e\n\n  f g\n    h  i");
         let expected = [
             page::Block::Text("One line.".into()),
             page::Block::Text("A list:".into()),
-            page::Block::Code("  a  b\n  c  d\n".into()),
+            page::Block::Entry("a".into(), "b".into()),
+            page::Block::Entry("c d".into(), "e".into()),
+            page::Block::Code("  f g\n    h  i\n".into()),
         ];
         assert_eq!(page.0, expected);
     }

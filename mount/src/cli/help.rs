@@ -18,6 +18,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
+use clap::error::ErrorKind;
 use clap::{Command, CommandFactory};
 
 use super::Cli;
@@ -41,15 +42,9 @@ pub struct Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let mut root = Cli::command();
     root.build();
-    let text = match args.about.as_slice() {
-        [] => help_of(&mut root),
-        words => match topics::find(&words.join(" "), &root) {
-            Some(page) => Some(page::render(&page, width())),
-            None => {
-                let named = words.iter().try_fold(&mut root, |command, word| command.find_subcommand_mut(word));
-                named.and_then(help_of)
-            }
-        },
+    let text = match topics::find(&args.about.join(" "), &root) {
+        Some(page) => Some(page::render(&page, width())),
+        None => help_of(&args.about),
     };
     let Some(text) = text else {
         let topics: Vec<&str> = topics::TOPICS.iter().map(|(name, _)| *name).collect();
@@ -63,8 +58,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn help_of(command: &mut Command) -> Option<String> {
-    Some(command.render_long_help().to_string())
+/// What `leasefs COMMAND --help` shows; none where there is no such command.
+fn help_of(words: &[String]) -> Option<String> {
+    let words = ["leasefs"].into_iter().chain(words.iter().map(String::as_str)).chain(["--help"]);
+    let shown = Cli::command().try_get_matches_from(words).err()?;
+    (shown.kind() == ErrorKind::DisplayHelp).then(|| shown.to_string())
 }
 
 /// The terminal's width, where there is one, within reason.

@@ -249,7 +249,7 @@ pub fn man_page() -> String {
     });
     section(&mut roff, "EXAMPLES", &|page| {
         page.text("A line of /etc/fstab:");
-        page.code("/var/lib/leasefs/main  /srv/leases  leasefs  allow_other,ttl=1h,nofail  0  0");
+        page.code("/var/lib/leasefs/main /srv/leases leasefs ttl=1h,nofail 0 0");
     });
     roff.control("SH", ["SEE ALSO"]);
     roff.text([

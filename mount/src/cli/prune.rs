@@ -39,7 +39,8 @@ attempt whose result is pruned takes no other. D is an age, as in 30d, 12h or 1h
 
 For root and the mount's owner. Claims go on meanwhile. --dry-run looks into the registry and changes nothing; an attempt
 whose result is just being written for a second time it lists, though it would stay. Interrupted, what went is gone, and
-the rest goes by the next prune. A file that somebody reads stays until the next prune or start of the server.
+the rest goes by the next prune. A file that somebody reads stays until the next prune or start of the server. The
+registry's own file does not shrink; its room is used again.
 
 Exit codes: 0 pruned, or nothing was to be; 1 refused: you may not, or another prune, a backup or a verify is at work; 2 bad
 usage or failure.")]

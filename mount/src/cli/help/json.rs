@@ -109,6 +109,7 @@ pub const HISTORY: Shape = Shape {
         Field("note", "string", "its last note"),
         Field("registered", "boolean", "whether it may still commit a result"),
         Field("result", "object?", "its committed result"),
+        Field("result_pruned", "boolean", "its result was pruned; what is told of it is still here"),
         Field("result.epoch", "number", "the same as epoch"),
         Field("result.size", "number", "bytes"),
         Field("result.committed", "time", "when"),

@@ -100,7 +100,7 @@ pub struct Plan {
 
 impl Bar {
     /// Where it begins, its wait included.
-    pub fn from_ms(&self) -> i64 {
+    pub fn begin_ms(&self) -> i64 {
         self.since_ms.saturating_sub(self.waited_ms)
     }
 
@@ -114,7 +114,7 @@ impl Bar {
 pub fn plan(place: &str, mut rows: BTreeMap<String, Row>, now_ms: i64, since_ms: Option<i64>) -> Option<Plan> {
     let (from_ms, to_ms) = span(&rows, now_ms, since_ms)?;
     for row in rows.values_mut() {
-        row.bars.retain(|bar| bar.to_ms(now_ms) >= from_ms && bar.from_ms() <= to_ms);
+        row.bars.retain(|bar| bar.to_ms(now_ms) >= from_ms && bar.begin_ms() <= to_ms);
         row.waiting.retain(|wait| wait.since_ms <= to_ms);
     }
     rows.retain(|_, row| !row.bars.is_empty() || !row.waiting.is_empty());
@@ -143,7 +143,7 @@ fn span(rows: &BTreeMap<String, Row>, now_ms: i64, since_ms: Option<i64>) -> Opt
     let within = to_ms - HOUR_MS;
     let oldest = bars()
         .filter(|bar| bar.to_ms(now_ms) >= within)
-        .map(Bar::from_ms)
+        .map(Bar::begin_ms)
         .chain(waiting().map(|wait| wait.since_ms))
         .min()?
         .max(within);

@@ -195,7 +195,7 @@ struct Lanes {
 }
 
 fn lanes(row: &Row, now_ms: i64, from_ms: i64) -> Lanes {
-    let past = row.bars.iter().map(|bar| (bar.waited_ms > 0).then_some((bar.from_ms(), bar.since_ms)));
+    let past = row.bars.iter().map(|bar| (bar.waited_ms > 0).then_some((bar.begin_ms(), bar.since_ms)));
     let present = row.waiting.iter().map(|wait| Some((wait.since_ms, now_ms)));
     let mut waits: Vec<(usize, i64, i64)> = past
         .chain(present)
@@ -230,7 +230,7 @@ fn one_row(out: &mut impl Write, frame: &Frame, (key, row, lanes): (&str, &Row, 
     let lane_y = |at: usize| y + BAR_HEIGHT + 1.5 + lanes.of[at] as f64 * LANE_HEIGHT;
     for (at, bar) in row.bars.iter().enumerate() {
         if bar.waited_ms > 0 && bar.since_ms >= plan.from_ms {
-            let (from, to) = (frame.x(bar.from_ms()), frame.x(bar.since_ms));
+            let (from, to) = (frame.x(bar.begin_ms()), frame.x(bar.since_ms));
             writeln!(
                 out,
                 "<rect class=\"wait\" x=\"{from:.2}\" y=\"{:.1}\" width=\"{:.2}\" height=\"{WAIT_HEIGHT}\" \
