@@ -1,9 +1,11 @@
 //! Processes that wait for each other in a ring are told of wherever somebody looks.
 
+use std::fs::{self, File};
+
 use libc::LOCK_EX;
 
 use crate::common::agent::{Agent, count};
-use crate::common::{Mount, assert_ok};
+use crate::common::{Background, LEASEFS, Mount, assert_ok, wait_for};
 use crate::stderr;
 
 /// Waits until so many are in line.
@@ -135,6 +137,23 @@ fn two_agents_for_whom_keys_are_held() {
     for said in told(&mount, "a") {
         assert_eq!(said, "");
     }
+}
+
+#[test]
+fn a_run_that_waits_for_the_key_it_runs_under_says_so() {
+    let mount = Mount::new();
+    let errors = mount.scratch().join("errors");
+    let mut command = mount.command(LEASEFS);
+    command.args(["run", "k", "--", LEASEFS, "run", "k", "--", "true"]);
+    command.stderr(File::create(&errors).expect("a file"));
+    let mut run = Background(command.spawn().expect("leasefs runs"));
+    wait_for("the warning", || {
+        let said = fs::read_to_string(&errors).expect("text");
+        said.contains("leasefs: deadlock: k of pid ") && said.contains("is waited for by itself")
+    });
+    run.signal("TERM");
+    run.wait();
+    mount.wait_status("k", "free", |status| status["state"] == "free");
 }
 
 #[test]
