@@ -91,6 +91,10 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let sharing = mount.spawn_bash("exec flock -s $M/claims/held true");
     mount.wait_status("held", "two wait", |status| status["waiters"] == 2);
     look(&mount, "held", "held");
+    let who = mount.leasefs(&["who", "held", "--json"]);
+    assert_ok(&who);
+    let who: Value = serde_json::from_slice(&who.stdout).expect("JSON");
+    assert_eq!(shown([&who]), documented("leasefs who --json").0, "{who}");
     drop((waiting, sharing));
     mount.wait_status("held", "nobody waits", |status| status["waiters"] == 0);
     assert_ok(&mount.leasefs(&["evict", "held", "--epoch", "1", "--reason", "test"]));
