@@ -27,12 +27,27 @@ pub struct Backup {
     pub result_bytes: u64,
 }
 
+/// How far a backup has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The registry is being copied and checked.
+    Registry,
+    /// Results come next, so many of them.
+    Results(usize),
+    /// One of them is copied.
+    Result,
+    /// All is copied; the disk is waited for.
+    Sync,
+}
+
 /// Copies a state directory to `dest`, which must not exist or be an empty directory; it appears there whole and synced,
-/// or not at all. What `extra` names is copied along where it is there: files of a directory that nobody serves.
+/// or not at all. What `extra` names is copied along where it is there: files of a directory that nobody serves. `told`
+/// hears of each step when it begins.
 ///
 /// # Errors
 /// [`Error::Storage`] about the state directory, or about `dest` with what to do; then what was copied is removed.
-pub fn backup(state_dir: &Path, dest: &Path, extra: &[&str]) -> Result<Backup, Error> {
+pub fn backup(state_dir: &Path, dest: &Path, extra: &[&str], told: &dyn Fn(Step)) -> Result<Backup, Error> {
+    told(Step::Registry);
     check_free(dest)?;
     // No prune deletes a file whose row was copied.
     let _still = Results::at(state_dir).lock_shared();
@@ -47,8 +62,10 @@ pub fn backup(state_dir: &Path, dest: &Path, extra: &[&str]) -> Result<Backup, E
     let mut made = Backup { keys: keys.len(), attempts: attempts.len(), results: 0, result_bytes: 0 };
     let (from, to) = (Results::at(state_dir), Results::at(&partial.0));
     private_dir(&partial.0.join("results")).map_err(|e| about(&e))?;
+    told(Step::Results(attempts.iter().filter(|attempt| attempt.result.is_some()).count()));
     for attempt in &attempts {
         let Some((size, _)) = attempt.result else { continue };
+        told(Step::Result);
         let (key, epoch) = (KeyId(attempt.key_id), Epoch(attempt.epoch));
         let (source, target) = (from.result(key, epoch), to.result(key, epoch));
         let bytes = link_or_copy(&source, &target).map_err(|(path, error)| match error.kind() {
@@ -77,6 +94,7 @@ pub fn backup(state_dir: &Path, dest: &Path, extra: &[&str]) -> Result<Backup, E
         }
     }
     fs::set_permissions(partial.0.join(FILE), fs::Permissions::from_mode(0o600)).map_err(|e| about(&e))?;
+    told(Step::Sync);
     // All files at once: one by one, each would wait for the disk.
     sync_filesystem(&partial.0).map_err(|e| about(&e))?;
     fs::rename(&partial.0, dest).map_err(|error| match error.kind() {

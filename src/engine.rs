@@ -267,6 +267,16 @@ impl Engine {
         self.inner.lock().waiting.key(waiter).is_some()
     }
 
+    /// A request in line waits for longer than since it was submitted: another server was asked first.
+    pub fn waits_since(&self, waiter: WaiterId, since: Now) {
+        let mut inner = self.inner.lock();
+        let Some(key) = inner.waiting.key(waiter) else { return };
+        let line = inner.keys.get_mut(&key).map(|entry| entry.state.line.iter_mut());
+        if let Some(waits) = line.into_iter().flatten().find(|waits| waits.id == waiter) {
+            waits.since = since;
+        }
+    }
+
     /// Ends a waiting request with `EINTR`. Nothing happens where it is no longer waiting.
     pub fn interrupt(&self, waiter: WaiterId, now: Now) {
         let key = self.inner.lock().waiting.key(waiter);

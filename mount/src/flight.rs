@@ -125,8 +125,13 @@ struct Strike {
 }
 
 /// A [`Record`]: free where its first field, the number, is 0.
+///
+/// Beside `kind`, which needs half a word, is since when it waits: milliseconds of the clock in 32 bits, 0 for unknown.
 #[repr(C)]
 struct Slot([AtomicU64; 9]);
+
+/// Where that word is.
+const KIND: usize = 6;
 
 fn pair(high: u32, low: u32) -> u64 {
     u64::from(high) << 32 | u64::from(low)
@@ -142,14 +147,18 @@ impl Slot {
     }
 
     /// Whatever is in it is not valid until the number is.
-    fn store(&self, record: &Record) {
+    fn store(&self, record: &Record, since: u32) {
         self.0[0].store(0, Ordering::Release);
         let Record { unique, opcode, pid, ino, handle, ids, owner, kind, range } = *record;
-        let fields = [pair(opcode, pid), ino, handle, pair(ids.0, ids.1), owner, kind.into(), range.0, range.1];
+        let fields = [pair(opcode, pid), ino, handle, pair(ids.0, ids.1), owner, pair(since, kind), range.0, range.1];
         for (place, field) in self.0[1..].iter().zip(fields) {
             place.store(field, Ordering::Relaxed);
         }
         self.0[0].store(unique, Ordering::Release);
+    }
+
+    fn since(&self) -> u32 {
+        halves(self.0[KIND].load(Ordering::Relaxed)).0
     }
 
     fn load(&self) -> Record {
@@ -267,21 +276,33 @@ impl Flight {
     pub fn recording(&self, record: Record) -> Handling<'_> {
         let (table, unique) = (self.table(), record.unique & !RESEND);
         let head = table.record_head.fetch_add(1, Ordering::Relaxed);
-        table.records[head as usize % RECORDS].store(&Record { unique, ..record });
+        table.records[head as usize % RECORDS].store(&Record { unique, ..record }, 0);
         self.handling(unique, record.opcode, record.ino)
     }
 
-    /// The request being handled is going to wait, for longer than the rings remember it. None where too many do.
-    pub fn park(&self, unique: u64) -> Option<Place> {
+    /// The request being handled is going to wait, for longer than the rings remember it. Gives since when it waits, in
+    /// nanoseconds as `now_ns`: longer than now where it was parked by a server before. None where too many wait.
+    pub fn park(&self, unique: u64, now_ns: u64) -> Option<(Place, u64)> {
         let (table, unique) = (self.table(), unique & !RESEND);
         let newest = table.record_head.load(Ordering::Relaxed).wrapping_sub(1);
         let newest = Some(table.records[newest as usize % RECORDS].load()).filter(|record| record.unique == unique);
         let record = newest.unwrap_or(Record { unique, ..Record::default() });
         let start = (unique / 2) as usize;
         // Only the thread that handles requests parks them, so that what is free stays free.
-        let free = (0..PARKED).map(|step| (start + step) % PARKED).find(|slot| table.parked[*slot].unique() == 0)?;
-        table.parked[free].store(&record);
-        Some(Place(free))
+        let mut since = 0;
+        let free = (0..PARKED).map(|step| (start + step) % PARKED).find(|slot| {
+            let slot = &table.parked[*slot];
+            let number = slot.unique();
+            if number == unique {
+                since = slot.since();
+            }
+            number == 0
+        })?;
+        let now_ms = (now_ns / 1_000_000) as u32;
+        // Whoever waits for more than 49 days is told of less.
+        let waited_ms = if since == 0 { 0 } else { now_ms.wrapping_sub(since) };
+        table.parked[free].store(&record, now_ms.wrapping_sub(waited_ms).max(1));
+        Some((Place(free), now_ns.saturating_sub(u64::from(waited_ms) * 1_000_000)))
     }
 
     /// It was answered.
@@ -377,6 +398,8 @@ mod tests {
 
     use super::*;
 
+    const NOW: u64 = 1 << 40;
+
     /// Two servers on the same memory.
     fn servers() -> (Flight, Flight) {
         let memory = memfd_create("flight", MFdFlags::MFD_CLOEXEC).expect("memfd");
@@ -416,7 +439,7 @@ mod tests {
         let (first, second) = servers();
         drop(first.handling(2, opcode::SETLK, 1));
         drop(first.handling(4, opcode::SETLK, 1));
-        let (waits, answered) = (first.park(2).expect("room"), first.park(4).expect("room"));
+        let (waits, answered) = (first.park(2, NOW).expect("room").0, first.park(4, NOW).expect("room").0);
         first.unpark(answered);
         for unique in (6..).step_by(2).take(RING) {
             drop(first.handling(unique, opcode::GETATTR, 1));
@@ -427,9 +450,27 @@ mod tests {
         second.parked().into_iter().for_each(|place| second.unpark(place));
         assert_eq!(second.unanswered().0[0], 6);
         first.unpark(waits);
-        let room = (0..PARKED as u64).filter(|unique| first.park(unique * 2 + 2).is_some()).count();
+        let room = (0..PARKED as u64).filter(|unique| first.park(unique * 2 + 2, NOW).is_some()).count();
         assert_eq!(room, PARKED);
-        assert_eq!(first.park(1 << 40), None, "no room");
+        assert_eq!(first.park(1 << 40, NOW), None, "no room");
+    }
+
+    #[test]
+    fn a_request_that_is_parked_again_has_waited_since_it_was_first() {
+        const SECOND: u64 = 1_000_000_000;
+        let (first, second) = servers();
+        let parked = |server: &Flight, now_ns| server.park(6, now_ns).expect("room");
+        let waits = |seconds| parked(&second, seconds * SECOND).1 / SECOND;
+        assert_eq!(parked(&first, 7 * SECOND).1, 7 * SECOND);
+        assert_eq!((waits(9), waits(12)), (7, 7), "however often");
+        assert_eq!(second.park(8, 12 * SECOND).map(|(_, since_ns)| since_ns), Some(12 * SECOND), "another has not");
+        second.parked().into_iter().for_each(|place| second.unpark(place));
+        assert_eq!(waits(13), 13, "it was answered");
+        second.parked().into_iter().for_each(|place| second.unpark(place));
+        // Over the end of what 32 bits of milliseconds can tell.
+        let end = (1 << 32) / 1_000 * SECOND;
+        parked(&first, end - SECOND);
+        assert_eq!(end + SECOND - parked(&second, end + SECOND).1, 2 * SECOND);
     }
 
     #[test]
@@ -452,13 +493,13 @@ mod tests {
         assert_eq!(second.records(), [record(6), record(8)]);
         // Those that wait are, whatever comes after them.
         drop(first.recording(record(4)));
-        first.park(4).expect("room");
+        first.park(4, NOW).expect("room");
         for unique in (10..).step_by(2).take(RECORDS) {
             drop(first.recording(record(unique)));
         }
         assert_eq!(second.records()[..2], [record(4), record(10)]);
         // A request of which only the number is known cannot be made again.
-        first.park(2).expect("room");
+        first.park(2, NOW).expect("room");
         assert_eq!(second.records()[0], record(4));
         assert_eq!(second.unanswered().0[0], 2);
     }

@@ -26,6 +26,11 @@ use crate::time::Now;
 /// What one step takes on. So many rows are deleted in about the time that a sync takes.
 const STEP: Limits = Limits { candidates: 64, keys: 4_096 };
 
+/// As how many transactions a step counts: it changes as many pages.
+const COMMITS_PER_STEP: u64 = 20;
+/// Steps between two checkpoints where nobody else does any.
+const STEPS_PER_CHECKPOINT: usize = 64;
+
 /// A result's file, by its key and attempt.
 pub type ResultFile = (KeyId, Epoch);
 
@@ -34,6 +39,8 @@ pub struct Prune {
     bounds: Bounds,
     reader: Box<dyn Read>,
     place: Place,
+    /// Files that an earlier prune left.
+    left: Vec<ResultFile>,
     /// Files that are gone, which is not noted yet.
     files_gone: Vec<ResultFile>,
     /// What went of the key that was come to last: told of once the next is come to.
@@ -51,22 +58,24 @@ impl Engine {
         // What ended a moment ago counts as well.
         self.flush(now);
         self.apply(now)?;
-        let reader = self.registry.lock().reader()?;
-        Ok(Prune { bounds, reader, place: Place::default(), files_gone: Vec::new(), last: None, _lock: lock })
+        let mut reader = self.registry.lock().reader()?;
+        let left = reader.pruned_files()?;
+        Ok(Prune { bounds, reader, place: Place::default(), left, files_gone: Vec::new(), last: None, _lock: lock })
     }
 
     /// Does the next part of a prune; true while there is more. To be called from a thread nobody waits for. `is_read`
     /// gives the results that are open for reading, by whoever began before it is called: their files stay until a later
-    /// sweep.
+    /// prune or start.
     ///
     /// # Errors
     /// [`Error::Storage`]; what went before it stays gone.
     pub fn prune_step(
         &self,
         prune: &mut Prune,
-        is_read: impl FnOnce() -> HashSet<ResultFile>,
+        is_read: impl Fn() -> HashSet<ResultFile>,
         now: Now,
     ) -> Result<bool, Error> {
+        prune.files_gone.extend(remove_files(&self.results, std::mem::take(&mut prune.left), &is_read));
         let portion = prune.reader.prunable(prune.place, &prune.bounds, STEP)?;
         // Held until the state in memory has followed: nothing else is recorded in between, nor taken back.
         let mut registry = self.registry.lock();
@@ -130,6 +139,7 @@ impl Engine {
             let epoch = inner.keys.get(&key).map_or(Epoch(0), |entry| entry.state.epoch);
             inner.announce(now, Kind::Pruned, key, epoch, Detail::Pruned(events::Pruned { attempts, results }));
         }
+        self.count_commits(&mut inner, if pruned.is_empty() { 0 } else { COMMITS_PER_STEP });
         self.publish_hints(&inner);
     }
 
@@ -161,18 +171,22 @@ pub fn prune_unserved(
 ) -> Result<(), Error> {
     let mut reader = registry.reader()?;
     let mut files_gone = remove_files(results, reader.pruned_files()?, HashSet::new);
+    let mut checkpointer = registry.checkpointer()?;
     let mut place = Place::default();
-    loop {
+    for step in 1_usize.. {
         let portion = reader.prunable(place, bounds, STEP)?;
         let pruned = registry.prune(&portion.candidates, &files_gone)?;
         crate::probe::at(crate::probe::PRUNED);
         files_gone = remove(results, &pruned, HashSet::new);
         let Some(next) = portion.next else { break };
         place = next;
+        if step % STEPS_PER_CHECKPOINT == 0 {
+            checkpointer.run()?;
+        }
     }
     registry.prune(&[], &files_gone)?;
     // A copy from before it is not to be taken for this one.
-    registry.checkpointer()?.run()
+    checkpointer.run()
 }
 
 fn remove(results: &Results, pruned: &[Pruned], is_read: impl FnOnce() -> HashSet<ResultFile>) -> Vec<ResultFile> {

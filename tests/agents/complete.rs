@@ -96,3 +96,26 @@ fn what_is_interrupted_or_cannot_be_read_is_not_recorded() {
     }
     assert_ok(&tools.elsewhere("echo whole | leasefs complete job --epoch 1"));
 }
+
+#[test]
+fn a_draft_that_was_refused_is_not_published_by_its_close() {
+    // What `leasefs complete` does where fsync fails, so that its answer stays true.
+    let tools = Tools::new();
+    tools.claim("job");
+    let script = "python3 - <<'END'
+import errno, os
+fd = os.open(os.environ['M'] + '/results/job/1', os.O_WRONLY | os.O_CREAT)
+os.write(fd, b'refused')
+try:
+    os.pwrite(fd, b'-', 1 << 62)
+except OSError as error:
+    print(errno.errorcode[error.errno])
+os.close(fd)
+END";
+    let output = tools.step(script);
+    assert_ok(&output);
+    assert_eq!(crate::common::stdout(&output), "EFBIG\n");
+    assert_ok(&tools.step("leasefs release job --epoch 1"));
+    assert!(!tools.mount.result("job", 1).exists());
+    assert_eq!(tools.mount.state_of("job"), "free");
+}

@@ -144,6 +144,16 @@ fn what_cannot_be_seen_is_named_by_its_epoch() {
     assert_eq!(tools.mount.state_of("job"), "finished");
 }
 
+#[test]
+fn a_run_has_an_agent_too_and_is_not_gone_on_with() {
+    let tools = Tools::new();
+    let seen = tools.step("leasefs run job --agent planner -- cat \"$M/status/job\"");
+    assert!(crate::common::stdout(&seen).contains("\"agent\":\"planner\""), "{seen:?}");
+    // What it holds ends with it, so nobody is told that it is a claim's.
+    let inner = tools.step("leasefs run job --agent planner -- leasefs claim job --agent planner -n");
+    assert_refused(&inner, 1, &["job: held by pid", "nothing was claimed"]);
+}
+
 /// A long-lived program that makes calls when it is told to.
 fn agent(tools: &Tools) -> Script {
     let setting = tools.path();

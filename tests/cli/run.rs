@@ -128,7 +128,7 @@ fn a_long_wait_says_who_holds_the_key() {
     let lines: Vec<_> = said.lines().collect();
     assert_eq!(lines.len(), 2, "{said}");
     let holder = format!("held by pid {}", std::process::id());
-    assert!(lines[0].contains(&holder) && lines[0].ends_with(": waiting"), "{said}");
+    assert!(lines[0].contains(&holder) && lines[0].ends_with(": waiting, 1st of 1 in line"), "{said}");
     assert!(lines[1].contains(&holder) && lines[1].ends_with("(waited 1.8 s): nothing was run"), "{said}");
     let quick = mount.leasefs(&["run", "-w", "0.2", "job", "--", "true"]);
     assert_eq!(stderr(&quick).lines().count(), 1, "{}", stderr(&quick));

@@ -96,6 +96,14 @@ fn a_container_keeps_its_lease_while_the_server_is_killed_and_upgraded() {
     });
     assert_eq!(told("held"), "1");
     let holder = mount.status("job")["holder"].clone();
+    // From outside, its processes and the container they are in are to be seen.
+    let who = mount.leasefs(&["who", "job", "--json"]);
+    assert_ok(&who);
+    let who: serde_json::Value = serde_json::from_slice(&who.stdout).expect("JSON");
+    let keepers = who["processes"].as_array().expect("a list");
+    let is_inside =
+        |keeper: &serde_json::Value| keeper["container"].as_str().is_some_and(|name| name.starts_with("podman:"));
+    assert!(!keepers.is_empty() && keepers.iter().all(is_inside), "{who}");
 
     let check = |container: &mut Background| {
         is_alive(container);

@@ -286,8 +286,8 @@ os.close(fd)";
     assert_eq!(agent.answer_within(Duration::from_millis(300)), None, "it goes on waiting");
 
     // Stopped, a waiter is out of the line; continued, it is in it again, by the kernel.
-    let mut stopped = Script::start(tree, "exec flock $M/claims/other true");
     let (neighbour, other) = served.holder("other");
+    let mut stopped = Script::start(tree, "exec flock $M/claims/other true");
     served.waits("other", 1);
     stopped.signal(Signal::SIGSTOP);
     served.waits("other", 0);

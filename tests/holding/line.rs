@@ -44,9 +44,15 @@ fn the_line_is_told_in_order_with_who_waits_for_what_and_since_when() {
     }
     let shown = crate::common::stdout(&mount.leasefs(&["status", "k"]));
     assert!(shown.contains(&format!("pid {} (python3), uid 12001, shared, since ", waiters[1].pid())), "{shown}");
+    crate::wait_until(millis(&line[2], "since") + 300);
     kill_server(&mount);
     mount.wait_status("k", "all in line again", |status| count(status, "waiters") == 3);
-    check(&mount.status("k")["line"]);
+    let again = mount.status("k")["line"].clone();
+    check(&again);
+    for at in 0..3 {
+        let (before, after) = (millis(&line[at], "since"), millis(&again[at], "since"));
+        assert!((before - after).abs() < 50, "it waits since {before}, not since {after}");
+    }
     waiters[0].kill();
     mount.wait_status("k", "one less", |status| count(status, "waiters") == 2);
     assert_eq!(mount.status("k")["line"][0]["pid"], waiters[1].pid());

@@ -4,14 +4,14 @@ use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use nix::errno::Errno;
 use serde_json::{Value, json};
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, assert_ok, stdout};
+use crate::common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
 use crate::{complete, history, release, result_files, verify};
 
 fn stderr(output: &Output) -> String {
@@ -287,7 +287,7 @@ fn whoever_reads_a_result_reads_on() {
     drop(agent);
     // The file goes with the next prune.
     assert_eq!(result_files(&mount.state()), 1);
-    crate::common::wait_for("the file is gone", || {
+    wait_for("the file is gone", || {
         prune(&mount, &["--completed-older", "0s"]);
         result_files(&mount.state()) == 0
     });
@@ -299,11 +299,13 @@ fn a_prune_that_is_not_waited_for_any_more_stops() {
     let mount = Mount::new();
     release(&mount, "k", 2_000);
     // Whoever gives the order dies: nothing hangs, and what went is gone in good order.
-    let mut order = mount.command("timeout");
-    order.args(["-s", "KILL", "0.02", LEASEFS, "prune", "--attempts-over", "1"]);
-    let killed = order.output().expect("timeout runs");
-    assert!(killed.status.code() == Some(137) || killed.status.success(), "{killed:?}");
-    crate::common::wait_for("the rest is pruned", || {
+    let mut order = mount.command(LEASEFS);
+    let order = order.args(["prune", "--attempts-over", "1"]).stdout(Stdio::null()).spawn().expect("leasefs runs");
+    let mut order = Background(order);
+    wait_for("it has begun", || history(&mount, "k").len() < 2_000);
+    order.0.kill().expect("it is a child");
+    order.wait();
+    wait_for("the rest is pruned", || {
         mount.leasefs(&["prune", "--attempts-over", "1"]).status.success() && history(&mount, "k") == [2_000]
     });
     mount.verify();
@@ -313,10 +315,8 @@ fn a_prune_that_is_not_waited_for_any_more_stops() {
 fn a_prune_and_whoever_reads_all_results_keep_each_other_off() {
     let mount = Mount::new();
     complete(&mount, "k", &[3, 3]);
-    let mut reader = Command::new("flock");
-    reader.arg("-s").arg(mount.state().join("results")).args(["sh", "-c", "echo locked; exec sleep 1000"]);
-    let mut reader =
-        crate::common::Background(reader.stdout(std::process::Stdio::piped()).spawn().expect("flock runs"));
+    let script = "exec 8<$M/../state/results && flock -s 8 && echo locked && exec sleep 1000";
+    let mut reader = mount.spawn_bash(script);
     let mut line = [0; 7];
     std::io::Read::read_exact(reader.0.stdout.as_mut().expect("piped"), &mut line).expect("it is locked");
     let output = mount.leasefs(&["prune", "--attempts-over", "1"]);
@@ -324,7 +324,6 @@ fn a_prune_and_whoever_reads_all_results_keep_each_other_off() {
     assert!(stderr(&output).contains("a backup or a verify is at work"), "{}", stderr(&output));
     assert_eq!(history(&mount, "k"), [1, 2]);
     drop(reader);
-    // (flock's child has a copy of its handle for a moment longer.)
-    crate::common::wait_for("the lock is free", || mount.leasefs(&["prune", "--attempts-over", "1"]).status.success());
+    prune(&mount, &["--attempts-over", "1"]);
     assert_eq!(history(&mount, "k"), [2]);
 }

@@ -11,8 +11,8 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use common::agent::{Agent, Fd, Script, count};
-use common::{Mount, assert_ok};
+use common::agent::{Agent, Fd, Script, Stray, count, has_ended};
+use common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// filelock 634: a child that inherited the lock object released the parent's lock when it was garbage-collected.
 #[test]
@@ -252,4 +252,195 @@ fn unlinking_while_others_wait_never_makes_two_holders() {
         assert_eq!(mount.state_of("k"), "free", "{by}");
     }
     mount.verify();
+}
+
+/// Starts `leasefs run` with a shell script that tells of its processes in a file, a pid a line, and waits for so many.
+fn start_run(mount: &Mount, options: &[&str], script: &str, processes: usize) -> (Background, Vec<Stray>) {
+    let seen = mount.scratch().join("seen");
+    let mut command = mount.command("setsid");
+    command.args([LEASEFS, "run"]).args(options).args(["job", "--", "sh", "-c", script]).env("SEEN", &seen);
+    let run = Background(command.spawn().expect("setsid runs"));
+    let read = || fs::read_to_string(&seen).unwrap_or_default();
+    wait_for("the command's processes", || read().matches('\n').count() == processes);
+    (run, read().lines().map(|pid| Stray(pid.parse().expect("a pid"))).collect())
+}
+
+/// factory 2098: a supervisor's TERM ended the wrapper, flock(1), alone; the daemon below it went on and kept the lock,
+/// so that every later start was refused.
+#[test]
+fn a_terminated_wrapper_leaves_neither_its_daemon_nor_the_lock_behind() {
+    let mount = Mount::new();
+    let daemon = r#"sh -c 'echo $$ >>"$SEEN"; exec sleep 1000' & echo $$ >>"$SEEN"; wait"#;
+    let (mut run, processes) = start_run(&mount, &[], daemon, 2);
+    run.signal("TERM");
+    assert_eq!(run.wait().code(), Some(128 + libc::SIGTERM));
+    assert_ok(&mount.leasefs(&["run", "-n", "job", "--", "true"]));
+    for Stray(pid) in processes {
+        wait_for("the daemon's end", || has_ended(pid));
+    }
+}
+
+/// consul 9788: `consul lock` ended the child a minute and a half after its session had, while the next had begun.
+#[test]
+fn the_child_of_a_lost_lock_is_dead_before_the_next_begins() {
+    let mount = Mount::new();
+    let deaf =
+        r#"trap '' TERM; setsid sh -c 'echo $$ >>"$SEEN"; exec sleep 1000' & echo $$ >>"$SEEN"; exec sleep 1000"#;
+    let (mut run, processes) = start_run(&mount, &["--ttl", "1s"], deaf, 2);
+    let next = Agent::new();
+    let look = "
+fd = os.open(path, os.O_RDWR)
+fcntl.flock(fd, fcntl.LOCK_EX)
+def state(pid):
+    try: return os.read(os.open(f'/proc/{pid}/status', os.O_RDONLY), 4096).split(b'State:\\t')[1][0:1]
+    except OSError: return b'X'
+result = [pid for pid in pids if state(pid) not in b'ZX']
+";
+    let pids: Vec<i32> = processes.iter().map(|process| process.0).collect();
+    next.begin("script", json!([look, { "path": mount.claim("job"), "pids": pids }]));
+    mount.wait_status("job", "the next waits", |status| count(status, "waiters") == 1);
+    // Cut off, for all it can tell.
+    run.signal("STOP");
+    assert_eq!(next.answer(), Ok(json!([])), "alive beside the next holder");
+    assert_eq!(mount.status("job")["outcome"], "expired");
+    run.signal("CONT");
+    assert_eq!(run.wait().code(), Some(75));
+}
+
+/// objectstack 9661: those with the longer patience lost the lock again and again to others who came later, since flock
+/// grants it to whoever happens to be waiting.
+#[test]
+fn many_who_try_again_and_again_do_not_starve_one_who_waits() {
+    let mount = Mount::new();
+    let path = mount.claim("k");
+    let stop = mount.scratch().join("stop");
+    let holder = Agent::new();
+    let mut held = holder.create(&path).expect("free key");
+    let again = "echo on; until [ -e $M/../scratch/stop ]; do flock -w 0.05 $M/claims/k sleep 0.01; done";
+    let crowd: Vec<Script> = (0..6).map(|_| Script::start(&mount, again)).collect();
+    crowd.iter().for_each(|script| assert_eq!(script.line().as_deref(), Some("on")));
+    for round in 0..10 {
+        let patient = Agent::new();
+        let fd = patient.handle(&path);
+        patient.begin_flock(fd, LOCK_EX);
+        // Those before it give up, and come again behind it.
+        mount.wait_status("k", "first in line, with others behind", |status| {
+            status["line"][0]["pid"] == patient.pid() && count(status, "waiters") > 1
+        });
+        let before = mount.status("k")["epoch"].as_u64().expect("epoch");
+        holder.close(held);
+        patient.answer().expect("its turn");
+        assert_eq!(patient.epoch(fd), Ok(before + 1), "round {round}: somebody came first");
+        // The holder of the next round waits like anybody else.
+        held = holder.handle(&path);
+        holder.begin_flock(held, LOCK_EX);
+        mount.wait_status("k", "it waits", |status| {
+            status["line"].as_array().is_some_and(|line| line.iter().any(|place| place["pid"] == holder.pid()))
+        });
+        patient.close(fd);
+        holder.answer().expect("its turn");
+    }
+    fs::write(stop, "").expect("stop");
+    holder.close(held);
+    crowd.into_iter().for_each(|script| assert!(script.finish().code().is_some()));
+    mount.verify();
+}
+
+/// gastown 4698: a restarted worker was given work that it had finished, did it once more and handed it in twice.
+#[test]
+fn finished_work_is_not_started_again_by_a_restarted_worker() {
+    let mut mount = Mount::new();
+    let path = mount.claim("issue-7");
+    let worker = Agent::new();
+    let fd = worker.create(&path).expect("free key");
+    let draft = worker.handle(&mount.result("issue-7", 1));
+    worker.write(draft, "merged").expect("registered attempt");
+    worker.fsync(draft).expect("committed");
+    // It dies before it can say that it is done with it.
+    worker.signal(Signal::SIGKILL);
+    worker.wait_end();
+    let assert_refused = |mount: &Mount| {
+        mount.wait_status("issue-7", "finished", |status| status["state"] == "finished");
+        let restarted: Vec<Agent> = (0..10).map(|_| Agent::new()).collect();
+        restarted.iter().for_each(|agent| agent.begin("open", json!([path, libc::O_RDWR | O_CREAT | libc::O_EXCL])));
+        for agent in &restarted {
+            assert_eq!(agent.answer(), Err(Errno::EEXIST), "it would do it again");
+        }
+        // Nor can any hand it in again, under the old number or a new one.
+        for epoch in [1, 2] {
+            let answer = restarted[0].open(&mount.result("issue-7", epoch), O_WRONLY | O_CREAT);
+            assert!(answer.is_err(), "result {epoch}: {answer:?}");
+        }
+        assert_eq!(fs::read_to_string(mount.result("issue-7", 1)).expect("result"), "merged");
+        assert_eq!(mount.status("issue-7")["epoch"], 1);
+    };
+    assert_refused(&mount);
+    mount.unmount();
+    mount.start(&[]);
+    assert_refused(&mount);
+    // Only whoever says so has it done again, and that is another attempt.
+    let again = Agent::new();
+    again.unlink(&path).expect("forgotten");
+    let fresh = again.create(&path).expect("to be done again");
+    assert_eq!(again.epoch(fresh), Ok(2));
+    let _ = fd;
+}
+
+/// gbrain 2840: a holder in another container, whose pid means nothing here, was taken for dead by `kill -0`.
+#[test]
+fn a_holder_in_another_pid_namespace_is_not_taken_for_dead() {
+    let mut mount = Mount::new();
+    let told = mount.scratch().join("pid");
+    let inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c"];
+    let hold = "set -C; exec 9>$M/claims/page; echo $$ >$M/../scratch/pid; read -r _";
+    let holder = Script::start_with(&mount, &[&inside[..], &[hold]].concat());
+    wait_for("it holds the key", || fs::read_to_string(&told).is_ok_and(|pid| pid == "1\n"));
+    let assert_refused = |mount: &Mount| {
+        let status = mount.status("page");
+        let seen = status["holder"]["pid"].as_i64().expect("the pid as seen from here");
+        // In a namespace of its own, neither number is the holder's; ours is nobody's, and 1 is the asker's.
+        let ask = format!(
+            "kill -0 {seen} 2>/dev/null && exit 10; kill -0 1 || exit 11; set -C
+             (exec 9>$M/claims/page) 2>/dev/null && exit 12; flock -n $M/claims/page true && exit 13
+             {LEASEFS} run -n -E 14 page -- true 2>/dev/null; [ $? = 14 ]"
+        );
+        let asker = mount.command(inside[0]).args(&inside[1..]).arg(&ask).output().expect("unshare runs");
+        assert_ok(&asker);
+        assert_eq!(mount.status("page")["epoch"], 1);
+    };
+    assert_refused(&mount);
+    // Nor when nothing but a look at the processes could tell.
+    mount.lose_connection();
+    mount.start(&[]);
+    assert_eq!(mount.state_of("page"), "orphaned");
+    assert_refused(&mount);
+    assert_eq!(mount.state_of("page"), "orphaned");
+    drop(holder);
+}
+
+/// aidevops 18094: a daemon that a script started inherited the lock file's descriptor, so the lock stayed taken by nobody
+/// that could be found, and the cure was to delete the file.
+#[test]
+fn a_daemon_that_inherited_the_handle_is_shown_and_can_be_evicted() {
+    let mount = Mount::new();
+    let mut script = Script::start(&mount, "exec 9<>$M/claims/k; flock 9; setsid sleep 1000 >&- & echo $!; read -r _");
+    let daemon = Stray(script.line().expect("a pid").parse().expect("a pid"));
+    script.say("");
+    script.wait();
+    let status = mount.status("k");
+    assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "the daemon has it");
+    let who = mount.leasefs(&["who", "k"]);
+    assert_ok(&who);
+    let (table, pid) = (stdout(&who), daemon.0.to_string());
+    let lines: Vec<Vec<&str>> = table.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(lines.len(), 1, "nobody else: {table}");
+    assert_eq!((lines[0][0], lines[0][3], lines[0][4]), (pid.as_str(), "inherited", "9"), "{table}");
+    assert!(table.trim_end().ends_with("sleep 1000"), "{table}");
+    assert_ok(&mount.leasefs(&["evict", "k", "--epoch", "1", "--reason", "a daemon inherited it"]));
+    let next = Agent::new();
+    let fd = next.create(&mount.claim("k")).expect("free, though the daemon lives");
+    assert_eq!(next.epoch(fd), Ok(2));
+    assert!(!has_ended(daemon.0), "nobody was killed for it");
+    let who = stdout(&mount.leasefs(&["who", "k"]));
+    assert!(who.contains(&next.pid().to_string()) && !who.contains(&pid), "{who}");
 }

@@ -22,6 +22,8 @@ SHELL = {
     "flock -x": (f"exec flock -n -x -o \"$1\" sh -c '{STAY}'", 'exec flock -n -x "$1" true'),
     "flock -s": (f"exec flock -n -s -o \"$1\" sh -c '{STAY}'", 'exec flock -n -s "$1" true'),
     "set -C": (f'set -C; exec 9>"$1" || exit; {STAY}', 'set -C; exec 9>"$1" || exit; rm -f "$1" || true'),
+    # A widespread idiom: the file's being there is the lock, not the handle.
+    "create+close": (f'set -C; echo $$ >"$1" || exit; {STAY}', 'set -C; echo $$ >"$1" && { rm -f "$1" || true; }'),
     "ln -s": (f'ln -s "pid$$" "$1" || exit; {STAY}', 'ln -s "pid$$" "$1" && rm -f "$1"'),
     "mkdir": (f'mkdir "$1" || exit; {STAY}', 'mkdir "$1" && rmdir "$1"'),
     "lckdo": (f"exec lckdo -e \"$1\" sh -c '{STAY}'", 'exec lckdo "$1" true'),
@@ -130,6 +132,7 @@ CLIENTS = {
     "set -C": lambda cache: _shell(cache, "set -C"),
     "py open x": lambda cache: _python(cache, "create"),
     "SoftFileLock": lambda cache: _python(cache, "softfilelock", True),
+    "create+close": lambda cache: _shell(cache, "create+close"),
     "mkdir": lambda cache: _shell(cache, "mkdir"),
     "proper-lockfile": _node,
     "ln -s": lambda cache: _shell(cache, "ln -s"),

@@ -88,11 +88,18 @@ def main():
     tree = tree_of(options.dir)
     cache = Cache(options.cache)
     if options.matrix:
+        unknown = set(names) - {*clients.CLIENTS, "leasefs run"}
+        if unknown:
+            parser.error(f"no client {', '.join(unknown)}: they are {', '.join(clients.CLIENTS)}, leasefs run")
         taking_part, missing = clients.ready(cache, tree and tree[0], names)
         for name, why in missing.items():
             tell(f"without {name}: {why}")
+        if not taking_part:
+            tell("nobody is left to take part: `leasefs run` does only on a tree")
+            return 1
         with made(options.dir, options.keep) as (inside, _):
-            prefix = "/".join(part for part in (tree[1] if tree else "", os.path.basename(inside)) if part not in ("", "."))
+            parts = (tree[1] if tree else "", os.path.basename(inside))
+            prefix = "/".join(part for part in parts if part not in ("", "."))
             found = matrix.Matrix(taking_part, inside, prefix, tell).run()
         print(json.dumps(found.json(), indent=1) if options.json else found.text())
         return 1 if missing else 0

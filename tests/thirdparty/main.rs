@@ -34,7 +34,8 @@ fn every_holder_keeps_every_contender_out_and_leaves_nothing_behind() {
     let namespace = mount.claim("matrix");
     fs::create_dir(&namespace).expect("a namespace");
     let names = LEASES.join(",");
-    let output = thirdparty(&mount, &["--matrix", "--json", "--only", &names, "--only", "mkdir,ln -s"], &namespace);
+    let output =
+        thirdparty(&mount, &["--matrix", "--json", "--only", &names, "--only", "mkdir,ln -s,create+close"], &namespace);
     let said = stdout(&output);
     let matrix: Value = serde_json::from_str(&said).unwrap_or_else(|e| {
         panic!("{e}: {said}{}", String::from_utf8_lossy(&output.stderr));
@@ -49,6 +50,7 @@ fn every_holder_keeps_every_contender_out_and_leaves_nothing_behind() {
         assert_eq!(matrix["cells"][holder]["mkdir"], "out", "a held key becomes no namespace: {said}");
         assert_eq!(matrix["after_kill"][holder], "free at once", "{holder}: {said}");
     }
+    assert_eq!(matrix["cells"]["create+close"]["set -C"], "IN", "closing is letting go: {said}");
     assert!(matrix["refused"]["ln -s"].as_str().is_some_and(|why| why.contains("not permitted")), "{said}");
     assert_eq!(matrix["after_kill"]["mkdir"], "stuck", "a plain directory, no lease: {said}");
     mount.verify();

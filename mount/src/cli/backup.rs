@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow, bail};
-use leasefs::backup::backup;
+use leasefs::backup::{Step, backup};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
+use super::progress::Progress;
 use super::tree::{self, TreeArgs};
 use crate::mountinfo;
 
@@ -60,10 +61,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     // Of a mounted tree, finding its state directory had the server put all of it into the registry.
     let extra: &[&str] = if kept_off.is_some() { &[JOURNAL] } else { &[] };
-    let made = backup(&dir, &args.dest, extra).map_err(|error| match error {
+    let progress = Progress::new("copying", None);
+    let told = |step| match step {
+        Step::Registry => progress.next("copying the registry", None),
+        Step::Results(count) => progress.next("copying results", Some(count as u64)),
+        Step::Result => progress.add(1),
+        Step::Sync => progress.next("waiting for the disk", None),
+    };
+    let made = backup(&dir, &args.dest, extra, &told).map_err(|error| match error {
         leasefs::Error::Storage { message, .. } => anyhow!(message),
         other => anyhow!(other),
     })?;
+    drop(progress);
     drop(kept_off);
     writeln!(
         io::stdout(),

@@ -24,7 +24,7 @@ use super::holding::binding::Bound;
 use super::holding::claim::{self, Patience, Refusal};
 use super::holding::holder::{self, Report};
 use super::holding::identity;
-use super::run::child;
+use super::run::program;
 use super::tree::{Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain, hold, order};
 
@@ -242,8 +242,8 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
     let Some((name, arguments)) = args.command.split_first() else {
         bail!("no command is given: put it after `--`");
     };
-    let program = match child::find_program(name) {
-        Ok(program) => program,
+    let file = match program::find_program(name) {
+        Ok(file) => file,
         Err(missing) => return Ok(missing.report(name)),
     };
     // The holder is shown as what it is about to be.
@@ -290,7 +290,7 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
     let epoch = claim.epoch();
     let handle = claim.into_file();
     fcntl(&handle, FcntlArg::F_SETFD(FdFlag::empty()))?;
-    let error = Command::new(program)
+    let error = Command::new(file)
         .arg0(name)
         .args(arguments)
         .env("LEASEFS_FD", handle.as_raw_fd().to_string())
@@ -299,5 +299,5 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
         .env("LEASEFS_RESULT", tree.result(&key, epoch))
         .env("LEASEFS_ROOT", tree.root())
         .exec();
-    Ok(child::Missing::of(&error).report(name))
+    Ok(program::Missing::of(&error).report(name))
 }

@@ -12,6 +12,7 @@ use leasefs::time::rfc3339;
 use serde_json::{Value, json};
 
 use super::show::{self, NOTHING};
+use super::table::{Column, Look, Table};
 use super::tree::{self, Tree, TreeArgs};
 use super::{EXIT_NO, complain};
 
@@ -111,7 +112,9 @@ fn write_table(out: &mut impl Write, attempts: &[AttemptRow]) -> io::Result<()> 
         ]);
         row
     };
-    show::table(out, heads, &attempts.iter().map(row).collect::<Vec<_>>())
+    let mut table = Table::new(heads.into_iter().map(Column::new));
+    attempts.iter().for_each(|attempt| table.push(row(attempt)));
+    table.write(out, Look::plain())
 }
 
 /// Names as in `status/KEY`, where the same thing is meant.

@@ -11,6 +11,7 @@ pub mod holder;
 pub mod identity;
 pub mod keep;
 pub mod time;
+pub mod waiting;
 
 use leasefs::agent;
 

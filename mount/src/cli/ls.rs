@@ -1,22 +1,28 @@
 //! `leasefs ls`: the keys and who holds them, read from `status/`.
 
-use std::fs;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use anstyle::{AnsiColor, Style};
 use anyhow::Result;
-use leasefs::Key;
 
 use super::complain;
+use super::deadlock;
+use super::listing::{self, Listing};
+use super::progress::Progress;
 use super::show::{self, NOTHING};
-use super::tree::{Status, Tree, TreeArgs, trouble};
+use super::table::{Column, Look, Table};
+use super::tree::{Status, Tree, TreeArgs};
 
 /// What to list.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 States: held, shared (by readers), reporting (only an open result keeps it), orphaned (held, but its connection is
-gone), finished, free. AGE is the time since the state's attempt began. HELD BECAUSE is there where a key is orphaned, and
-says why it is not free yet.
+gone), finished, free. AGE is the time since the state's attempt began, LONGEST how long the first in line has waited.
+AGENT, LONGEST, NOTE and HELD BECAUSE are there where some key has one; the last says why an orphaned key is not free yet.
+
+On a terminal, long values are shortened to its width and states are coloured (not with NO_COLOR set). Processes that
+wait for each other in a ring are told on stderr.
 
 Exit codes: 0 listed, also when there is nothing to list; 2 bad usage or failure.")]
 pub struct Args {
@@ -36,16 +42,13 @@ pub struct Args {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
+    let progress = Progress::new("waiting for the tree", None);
     let tree = Tree::find(&args.tree, std::slice::from_ref(&args.prefix))?;
-    // An absolute path loses its last slash when it is taken apart, and that slash has a meaning here.
-    let mut prefix = tree.relative(&args.prefix)?;
-    if args.prefix.ends_with('/') && !prefix.is_empty() && !prefix.ends_with('/') {
-        prefix.push('/');
-    }
-    let mut listing = Listing { tree: &tree, prefix: &prefix, found: Vec::new(), shut: 0 };
-    listing.walk(prefix.rsplit_once('/').map_or("", |(namespace, _)| namespace), true)?;
-    let Listing { mut found, shut, .. } = listing;
-    found.retain(|status| args.all || status.state != "free");
+    let prefix = listing::prefix(&tree, &args.prefix)?;
+    progress.next("reading keys", None);
+    let Listing { mut found, shut } = listing::walk(&tree, &prefix, &mut |_| progress.add(1))?;
+    drop(progress);
+    found.retain(|status| args.all || status.state != "free" || status.waiters > 0);
     found.sort_by(|a, b| a.key.cmp(&b.key));
 
     let mut out = io::BufWriter::new(io::stdout().lock());
@@ -54,106 +57,114 @@ pub fn run(args: Args) -> Result<ExitCode> {
             writeln!(out, "{}", status.json)?;
         }
     } else if !found.is_empty() {
-        let rows: Vec<_> = found.iter().map(row).collect();
-        let heads = ["KEY", "STATE", "EPOCH", "HOLDER", "UID", "AGE", "TTL-LEFT", "WAITERS", "NOTE"];
-        if found.iter().any(|status| status.orphaned_why.is_some()) {
-            let [key, state, epoch, holder, uid, age, left, waiters, note] = heads;
-            let heads = [key, state, epoch, holder, uid, age, left, waiters, note, "HELD BECAUSE"];
-            let rows: Vec<_> = rows.into_iter().zip(&found).map(|(row, status)| with_why(row, status)).collect();
-            show::table(&mut out, heads, &rows)?;
-        } else {
-            show::table(&mut out, heads, &rows)?;
-        }
+        table(&found).write(&mut out, Look::of_stdout())?;
     }
     out.flush()?;
+    for ring in deadlock::among(tree.root(), &found) {
+        complain(ring.text);
+    }
     if shut > 0 {
         complain(format_args!("{shut} namespaces may not be read by you: their keys are not listed"));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Every key that may be seen, and how many namespaces may not be read.
-pub(super) fn everything(tree: &Tree) -> Result<(Vec<Status>, usize)> {
-    let mut listing = Listing { tree, prefix: "", found: Vec::new(), shut: 0 };
-    listing.walk("", true)?;
-    Ok((listing.found, listing.shut))
+/// A column: which, whether a listing has it, and what it shows of a key.
+struct Shown {
+    column: Column,
+    is_there: fn(&Status) -> bool,
+    cell: fn(&Status, i64) -> String,
 }
 
-fn row(status: &Status) -> [String; 9] {
-    let now_ms = show::now_ms();
-    let span = |time: &Option<String>, sign: i64| {
-        let at_ms = time.as_deref().and_then(show::parse_ms);
-        at_ms.map_or_else(|| NOTHING.to_owned(), |at_ms| show::span((at_ms - now_ms) * sign))
-    };
-    let holder = status.holder.as_ref();
-    // A finished or free key still shows when its newest attempt would have expired: that is no time left.
-    let left = if holder.is_some() { span(&status.expires, 1) } else { NOTHING.to_owned() };
+/// The columns, in order.
+fn columns() -> [Shown; 12] {
+    let always: fn(&Status) -> bool = |_| true;
+    let shown = |column, is_there, cell| Shown { column, is_there, cell };
     [
-        show::plain(&status.key),
-        status.state.clone(),
-        status.epoch.to_string(),
-        match holder {
-            Some(holder) => format!("{} {}", holder.pid, show::cell(&holder.command)),
-            None if status.sharers > 0 => format!("{} sharing", status.sharers),
-            None => NOTHING.to_owned(),
-        },
-        holder.map_or_else(|| NOTHING.to_owned(), |holder| holder.uid.to_string()),
-        span(&status.since, -1),
-        left,
-        status.waiters.to_string(),
-        show::cell(status.note.as_deref().unwrap_or_default()),
+        shown(Column::new("KEY").shrinks_to(12), always, |status, _| show::plain(&status.key)),
+        shown(Column::new("STATE"), always, |status, _| status.state.clone()),
+        shown(Column::new("EPOCH"), always, |status, _| status.epoch.to_string()),
+        shown(Column::new("HOLDER").shrinks_to(10), always, |status, _| holder(status)),
+        shown(Column::new("UID"), always, |status, _| {
+            status.holder.as_ref().map_or_else(|| NOTHING.to_owned(), |holder| holder.uid.to_string())
+        }),
+        shown(
+            Column::new("AGENT").shrinks_to(8),
+            |status| status.agent.is_some(),
+            |status, _| show::cell(status.agent.as_deref().unwrap_or_default()),
+        ),
+        shown(Column::new("AGE"), always, |status, now_ms| or_nothing(age_ms(status, now_ms))),
+        shown(Column::new("TTL-LEFT"), always, |status, now_ms| or_nothing(left_ms(status, now_ms))),
+        shown(Column::new("WAITERS"), always, |status, _| status.waiters.to_string()),
+        shown(
+            Column::new("LONGEST"),
+            |status| !status.line.is_empty(),
+            |status, now_ms| or_nothing(longest_wait_ms(status, now_ms)),
+        ),
+        shown(Column::new("NOTE").shrinks_to(4), always, |status, _| {
+            show::cell(status.note.as_deref().unwrap_or_default())
+        }),
+        shown(
+            Column::new("HELD BECAUSE").shrinks_to(20),
+            |status| status.orphaned_why.is_some(),
+            |status, _| status.orphaned_why.as_deref().map_or_else(|| NOTHING.to_owned(), show::plain),
+        ),
     ]
 }
 
-/// A row with why its key is not free yet.
-fn with_why(row: [String; 9], status: &Status) -> [String; 10] {
-    let [key, state, epoch, holder, uid, age, left, waiters, note] = row;
-    let why = status.orphaned_why.as_deref().map_or_else(|| NOTHING.to_owned(), show::plain);
-    [key, state, epoch, holder, uid, age, left, waiters, note, why]
+/// The keys as a table, without the columns in which there would be nothing.
+pub fn table(found: &[Status]) -> Table {
+    let now_ms = show::now_ms();
+    let columns: Vec<Shown> =
+        columns().into_iter().filter(|column| found.iter().any(|status| (column.is_there)(status))).collect();
+    let mut table = Table::new(columns.iter().map(|shown| shown.column));
+    for status in found {
+        let cells = columns.iter().map(|shown| (shown.cell)(status, now_ms));
+        // The state is the second cell.
+        table.push_styled(cells, state_style(status).map(|style| (1, style)));
+    }
+    table
 }
 
-/// A walk through `status/`, while keys come and namespaces go.
-struct Listing<'a> {
-    tree: &'a Tree,
-    prefix: &'a str,
-    found: Vec<Status>,
-    /// Namespaces that may not be read.
-    shut: usize,
+/// How a state is coloured; none for those that need no attention.
+fn state_style(status: &Status) -> Option<Style> {
+    let colour = |colour: AnsiColor| Some(colour.on_default());
+    match status.state.as_str() {
+        "held" if status.waiters > 0 => colour(AnsiColor::Yellow),
+        "held" => colour(AnsiColor::Green),
+        "shared" => colour(AnsiColor::Cyan),
+        "reporting" => colour(AnsiColor::Magenta),
+        "orphaned" => colour(AnsiColor::Red),
+        _ => Some(Style::new().dimmed()),
+    }
 }
 
-impl Listing<'_> {
-    fn walk(&mut self, namespace: &str, is_asked_for: bool) -> Result<()> {
-        let entries = match fs::read_dir(self.tree.status_path(namespace)) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !is_asked_for => {
-                self.shut += 1;
-                return Ok(());
-            }
-            // Gone since its parent was read; or nothing begins with this prefix.
-            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                return Ok(());
-            }
-            Err(error) => return Err(trouble(self.tree.status_path(namespace).display(), error)),
-        };
-        for entry in entries {
-            let entry = entry?;
-            let Ok(name) = entry.file_name().into_string() else { continue };
-            let path = if namespace.is_empty() { name } else { format!("{namespace}/{name}") };
-            let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
-            if is_dir && (path.starts_with(self.prefix) || self.prefix.starts_with(&format!("{path}/"))) {
-                self.walk(&path, false)?;
-            } else if !is_dir && path.starts_with(self.prefix) {
-                self.read(&path)?;
-            }
-        }
-        Ok(())
+/// Its process, or how many share it.
+pub fn holder(status: &Status) -> String {
+    match &status.holder {
+        Some(holder) => format!("{} {}", holder.pid, show::cell(&holder.command)),
+        None if status.sharers > 0 => format!("{} sharing", status.sharers),
+        None => NOTHING.to_owned(),
     }
+}
 
-    fn read(&mut self, path: &str) -> Result<()> {
-        match Key::parse(path).map(|key| self.tree.status(&key)) {
-            Ok(status) => self.found.extend(status?),
-            Err(bad) => complain(format_args!("{}: passed over: {bad}", show::plain(path))),
-        }
-        Ok(())
-    }
+/// How long the present state's attempt is there, in milliseconds.
+pub fn age_ms(status: &Status, now_ms: i64) -> Option<i64> {
+    status.since.as_deref().and_then(show::parse_ms).map(|since_ms| now_ms - since_ms)
+}
+
+/// How long until the TTL is over, in milliseconds. A finished or free key still shows when its newest attempt would
+/// have expired: that is no time left.
+pub fn left_ms(status: &Status, now_ms: i64) -> Option<i64> {
+    status.holder.as_ref()?;
+    status.expires.as_deref().and_then(show::parse_ms).map(|expires_ms| expires_ms - now_ms)
+}
+
+/// How long the one in line that came first has waited, in milliseconds.
+pub fn longest_wait_ms(status: &Status, now_ms: i64) -> Option<i64> {
+    status.line.iter().filter_map(|waiting| show::parse_ms(&waiting.since)).min().map(|since_ms| now_ms - since_ms)
+}
+
+fn or_nothing(ms: Option<i64>) -> String {
+    ms.map_or_else(|| NOTHING.to_owned(), show::span)
 }

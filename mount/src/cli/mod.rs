@@ -13,18 +13,23 @@ pub mod abandon;
 pub mod backup;
 pub mod claim;
 pub mod complete;
+pub mod deadlock;
 pub mod doctor;
+pub mod events;
 pub mod evict;
 pub mod generate;
 pub mod help;
 pub mod history;
 pub mod hold;
 pub mod holding;
+pub mod listing;
 pub mod ls;
 pub mod mount;
 pub mod mount_helper;
 pub mod order;
 pub mod probe;
+pub mod proc;
+pub mod progress;
 pub mod prune;
 pub mod reap;
 pub mod release;
@@ -33,11 +38,16 @@ pub mod run;
 pub mod serve;
 pub mod show;
 pub mod status;
+pub mod table;
+pub mod timeline;
+pub mod top;
 pub mod tree;
 pub mod unmount;
 pub mod upgrade;
 pub mod verify;
 pub mod wait;
+pub mod watch;
+pub mod who;
 
 /// The command could be carried out, and its answer is no: not free in time, never held, refused, an invariant broken.
 pub const EXIT_NO: u8 = 1;
@@ -87,6 +97,14 @@ pub enum Command {
     Abandon(abandon::Args),
     /// List keys: who holds them, for how long, and how many wait
     Ls(ls::Args),
+    /// Watch the keys live, on a terminal
+    Top(top::Args),
+    /// Show which processes have a key's handle, and who waits for it
+    Who(who::Args),
+    /// Show what happens, as it happens
+    Watch(watch::Args),
+    /// Draw the attempts of keys over time, as SVG
+    Timeline(timeline::Args),
     /// Show everything about one key
     Status(status::Args),
     /// Show every attempt of a key: epoch, holder, outcome and why, result
@@ -137,6 +155,10 @@ pub fn main() -> ExitCode {
         Command::Release(args) => (release::run(args), EXIT_FAILURE),
         Command::Abandon(args) => (abandon::run(args), EXIT_FAILURE),
         Command::Ls(args) => (ls::run(args), EXIT_FAILURE),
+        Command::Top(args) => (top::run(args), EXIT_FAILURE),
+        Command::Who(args) => (who::run(args), EXIT_FAILURE),
+        Command::Watch(args) => (watch::run(args), EXIT_FAILURE),
+        Command::Timeline(args) => (timeline::run(args), EXIT_FAILURE),
         Command::Status(args) => (status::run(args), EXIT_FAILURE),
         Command::History(args) => (history::run(args), EXIT_FAILURE),
         Command::Wait(args) => (wait::run(args), EXIT_FAILURE),

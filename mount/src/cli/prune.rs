@@ -23,7 +23,9 @@ use serde_json::json;
 
 use super::backup::keep_servers_off;
 use super::order::send_text as send;
+use super::progress::Progress;
 use super::show;
+use super::table::{Column, Look, Table};
 use super::tree::{self, Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain};
 
@@ -37,7 +39,8 @@ attempt whose result is pruned takes no other. D is an age, as in 30d, 12h or 1h
 
 For root and the mount's owner. Claims go on meanwhile. --dry-run looks into the registry and changes nothing; an attempt
 whose result is just being written for a second time it lists, though it would stay. Interrupted, what went is gone, and
-the rest goes by the next prune. A file that somebody reads stays until the next prune or start of the server.
+the rest goes by the next prune. A file that somebody reads stays until the next prune or start of the server. The
+registry's own file does not shrink; its room is used again.
 
 Exit codes: 0 pruned, or nothing was to be; 1 refused: you may not, or another prune, a backup or a verify is at work; 2 bad
 usage or failure.")]
@@ -160,10 +163,9 @@ fn order_it(tree: &Tree, order: &str) -> io::Result<()> {
         let (done, is_done) = mpsc::channel::<()>();
         if io::stderr().is_terminal() {
             scope.spawn(move || {
-                let began = pruned_so_far(tree);
+                let (progress, began) = (Progress::new("attempts that are gone", None), pruned_so_far(tree));
                 while is_done.recv_timeout(Duration::from_secs(1)) == Err(mpsc::RecvTimeoutError::Timeout) {
-                    let gone = pruned_so_far(tree).saturating_sub(began);
-                    let _ = writeln!(io::stderr(), "leasefs: prune: {gone} attempts are gone so far");
+                    progress.set(pruned_so_far(tree).saturating_sub(began));
                 }
             });
         }
@@ -229,11 +231,12 @@ fn print(went: &[Candidate], dry_run: bool, json: bool) -> Result<()> {
         writeln!(out, "{all}")?;
     } else {
         if !keys.is_empty() {
-            let row = |(key, sum): (&&str, &Sum)| {
-                [show::plain(key), sum.attempts.to_string(), sum.results.to_string(), sum.bytes.to_string()]
-            };
-            let rows: Vec<_> = keys.iter().map(row).collect();
-            show::table(&mut out, ["KEY", "ATTEMPTS", "RESULTS", "BYTES"], &rows)?;
+            let mut table = Table::new(["KEY", "ATTEMPTS", "RESULTS", "BYTES"].map(Column::new));
+            for (key, sum) in &keys {
+                let numbers = [sum.attempts, sum.results, sum.bytes].map(|number| number.to_string());
+                table.push([show::plain(key)].into_iter().chain(numbers));
+            }
+            table.write(&mut out, Look::plain())?;
         }
         let how = if dry_run { "would go" } else { "gone" };
         writeln!(out, "{how}: {attempts} attempts, {results} results ({bytes} bytes), of {} keys", keys.len())?;

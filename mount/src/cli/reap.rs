@@ -8,9 +8,10 @@ use std::process::ExitCode;
 use anyhow::Result;
 use leasefs::Key;
 
+use super::listing::{self, Listing};
 use super::order::send_text as send;
 use super::tree::{Status, Tree, TreeArgs, trouble};
-use super::{EXIT_NO, complain, ls, show};
+use super::{EXIT_NO, complain, show};
 
 /// Which tree.
 #[derive(clap::Args, Debug)]
@@ -33,7 +34,7 @@ pub struct Args {
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
     let tree = Tree::find(&args.tree, &[])?;
-    let (all, shut) = ls::everything(&tree)?;
+    let Listing { found: all, shut } = listing::walk(&tree, "", &mut |_| {})?;
     let orphaned: Vec<Status> = all.into_iter().filter(|status| status.orphaned_why.is_some()).collect();
     if !args.dry_run
         && let Err(error) = order(&tree)

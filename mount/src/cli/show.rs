@@ -1,14 +1,16 @@
-//! How values are shown to a person: ages, times, commands, tables. JSON output does not pass through here.
+//! How values are shown to a person: ages, times, commands. JSON output does not pass through here; tables are in
+//! [`super::table`].
 //!
 //! Notes and commands come from other users, so nothing in them may reach the terminal as a control character.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::io::{self, Write};
 
 use jiff::Timestamp;
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Longest note or command in a table, in characters.
-const CELL_CHARS: usize = 60;
+/// Longest note or command in a table, in columns of the terminal.
+const CELL_WIDTH: usize = 60;
 /// Stands where there is nothing to show.
 pub const NOTHING: &str = "-";
 
@@ -54,30 +56,31 @@ pub fn cell(text: &str) -> String {
     if shown.is_empty() {
         return NOTHING.to_owned();
     }
-    if shown.chars().count() <= CELL_CHARS {
-        return shown;
-    }
-    shown.chars().take(CELL_CHARS - 1).chain(['…']).collect()
+    clip(&shown, CELL_WIDTH).into_owned()
 }
 
-/// Writes rows as columns aligned on the left, two blanks apart.
-pub fn table<'a>(out: &mut impl Write, heads: impl AsRef<[&'a str]>, rows: &[impl AsRef<[String]>]) -> io::Result<()> {
-    let heads: Vec<String> = heads.as_ref().iter().map(|head| (*head).to_owned()).collect();
-    let mut widths: Vec<usize> = heads.iter().map(String::len).collect();
-    for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row.as_ref()) {
-            *width = (*width).max(cell.chars().count());
-        }
+/// How many columns of a terminal a text takes.
+pub fn width(text: &str) -> usize {
+    UnicodeWidthStr::width(text)
+}
+
+/// A text that takes at most so many columns of a terminal, with `…` where something was left out.
+pub fn clip(text: &str, max: usize) -> Cow<'_, str> {
+    if width(text) <= max {
+        return Cow::Borrowed(text);
     }
-    let mut line = String::new();
-    for row in std::iter::once(heads.as_slice()).chain(rows.iter().map(AsRef::as_ref)) {
-        line.clear();
-        for (width, cell) in widths.iter().zip(row) {
-            let _ = write!(line, "{cell:width$}  ");
+    let (mut shown, mut used) = (String::new(), 0);
+    for c in text.chars() {
+        used += c.width().unwrap_or(0);
+        if used + 1 > max {
+            break;
         }
-        writeln!(out, "{}", line.trim_end())?;
+        shown.push(c);
     }
-    Ok(())
+    if max > 0 {
+        shown.push('…');
+    }
+    Cow::Owned(shown)
 }
 
 #[cfg(test)]
@@ -102,14 +105,15 @@ mod tests {
     fn nothing_in_a_note_can_drive_the_terminal() {
         assert_eq!(plain("a\x1b[2J\nb"), "a\\u{1b}[2J\\nb");
         assert_eq!(cell(""), NOTHING);
-        assert_eq!(cell(&"é".repeat(100)).chars().count(), CELL_CHARS);
+        assert_eq!(width(&cell(&"é".repeat(100))), CELL_WIDTH);
     }
 
     #[test]
-    fn columns_are_aligned_and_lines_end_without_blanks() {
-        let mut out = Vec::new();
-        let rows = [["a/long/key".to_owned(), "1".to_owned()], ["é".to_owned(), "22".to_owned()]];
-        table(&mut out, ["KEY", "N"], &rows).expect("written");
-        assert_eq!(String::from_utf8_lossy(&out), "KEY         N\na/long/key  1\né           22\n");
+    fn what_is_clipped_fits_also_where_characters_are_wide() {
+        assert_eq!(clip("team/job", 8), "team/job");
+        assert_eq!(clip("team/job", 5), "team…");
+        assert_eq!(clip("鍵鍵鍵", 6), "鍵鍵鍵");
+        assert_eq!(clip("鍵鍵鍵", 4), "鍵…");
+        assert_eq!((clip("ab", 1), clip("ab", 0)), ("…".into(), "".into()));
     }
 }

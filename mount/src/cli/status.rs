@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use leasefs::{Key, Ttl};
 
+use super::deadlock;
 use super::show;
 use super::tree::{Sharing, Status, Tree, TreeArgs, Waiting};
 use super::{EXIT_NO, complain};
@@ -38,6 +39,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         writeln!(out, "{}", status.json)?;
     } else {
         write_block(&mut out, &tree, &key, &status)?;
+        if let Some(ring) = deadlock::ring_through(&tree, &key) {
+            complain(ring);
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

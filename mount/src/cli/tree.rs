@@ -26,6 +26,7 @@ pub struct TreeArgs {
 }
 
 /// A mounted tree.
+#[derive(Clone)]
 pub struct Tree {
     root: PathBuf,
 }
@@ -122,7 +123,6 @@ pub struct Waiting {
     /// Process id, as the server sees it; 0 where it does not.
     pub pid: u32,
     /// When it started, in clock ticks since boot.
-    #[allow(dead_code, reason = "for whoever looks for the process itself")]
     pub start_time: u64,
     /// User id.
     pub uid: u32,
@@ -140,9 +140,9 @@ pub struct Sharing {
     /// Process id, as the server sees it; 0 where it does not.
     pub pid: u32,
     /// When it started, in clock ticks since boot.
-    #[allow(dead_code, reason = "for whoever looks for the process itself")]
     pub start_time: u64,
     /// User id.
+    #[allow(dead_code, reason = "for whoever looks for the process itself")]
     pub uid: u32,
     /// Its command.
     pub command: String,

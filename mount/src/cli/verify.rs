@@ -14,6 +14,7 @@ use leasefs::verify::{Violation, check};
 use serde_json::json;
 
 use super::EXIT_NO;
+use super::progress::Progress;
 use super::show;
 use super::tree::{self, TreeArgs};
 
@@ -76,14 +77,22 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 fn examine(dir: &Path) -> Result<Report> {
+    let progress = Progress::new("opening the registry", None);
     // Rows first and then their files: no prune may come in between.
     let _still = Results::at(dir).lock_shared();
     let reader = tree::open_registry(dir)?;
     let context = || dir.join("registry.db").display().to_string();
+    progress.next("checking the database", None);
     let damage = reader.integrity().with_context(context)?;
+    progress.next("reading the registry", None);
     let (keys, attempts) = reader.snapshot().with_context(context)?;
     let results_dir = dir.join("results");
-    let violations = check(&keys, &attempts, |attempt| result_size(&results_dir, attempt));
+    progress.next("checking attempts and results", Some(attempts.len() as u64));
+    let violations = check(&keys, &attempts, |attempt| {
+        progress.add(1);
+        result_size(&results_dir, attempt)
+    });
+    drop(progress);
     Ok(Report {
         keys: keys.len(),
         attempts: attempts.len(),

@@ -3,19 +3,17 @@
 //! Never claims anything and never takes a place in line. Every sleep begins with a look at the state through the very
 //! handle (or after the very open) that will be woken by the next change, so no change is missed and none is polled for.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::fs::File;
+use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use leasefs::Key;
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use serde::Deserialize;
+use nix::poll::PollFlags;
 
+use super::events::{Events, parse, sleep};
 use super::tree::{Status, Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain};
 
@@ -80,10 +78,10 @@ fn until(tree: &Tree, key: &Key, for_result: bool, deadline: Option<Instant>) ->
         }
         let last = status.map_or_else(|| "was never held".to_owned(), Status::in_the_way);
         let in_time = match seen {
-            Some((file, status)) if status.epoch > 0 => sleep(&file, PollFlags::POLLPRI, deadline)?,
+            Some((file, status)) if status.epoch > 0 => sleep(file.as_fd(), PollFlags::POLLPRI, deadline)?,
             // A key without an attempt has no lasting status to poll. Its events are heard from before the next look.
             _ => match &mut events {
-                Some(events) => Events::wait_for(events, key, deadline)?,
+                Some(events) => hear_of(events, key, deadline)?,
                 none => {
                     *none = Some(Events::open(tree)?);
                     true
@@ -112,70 +110,20 @@ fn look(tree: &Tree, key: &Key) -> Result<Option<(File, Status)>> {
     Ok(Some((file, status)))
 }
 
-/// Sleeps until the file has something to tell; false when the time is over.
-fn sleep(file: &File, flags: PollFlags, deadline: Option<Instant>) -> Result<bool> {
-    loop {
-        let timeout = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
-            None => PollTimeout::NONE,
-            // Rounded up, or the last millisecond would be spent asking again and again.
-            Some(left) => PollTimeout::try_from(left + Duration::from_micros(999)).unwrap_or(PollTimeout::MAX),
-        };
-        match poll(&mut [PollFd::new(file.as_fd(), flags)], timeout) {
-            Ok(0) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => return Ok(false),
-            Ok(0) | Err(Errno::EINTR) => {}
-            Ok(_) => return Ok(true),
-            Err(errno) => return Err(errno.into()),
+/// Waits for an event of the key, or one that may have been; false when the time is over.
+fn hear_of(events: &mut Events, key: &Key, deadline: Option<Instant>) -> Result<bool> {
+    while let Some(lines) = events.wait(deadline)? {
+        if may_concern(&lines, key) {
+            return Ok(true);
         }
     }
-}
-
-/// `.leasefs/events`, from the moment of its opening on.
-struct Events(File);
-
-/// A line of it, as far as a wait needs it.
-#[derive(Deserialize)]
-struct Event {
-    event: String,
-    #[serde(default)]
-    key: Option<String>,
-}
-
-impl Events {
-    fn open(tree: &Tree) -> Result<Events> {
-        let path = tree.control("events");
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path);
-        Ok(Events(file.map_err(|error| trouble(path.display(), error))?))
-    }
-
-    /// Waits for an event of the key, or one that may have been; false when the time is over.
-    fn wait_for(&mut self, key: &Key, deadline: Option<Instant>) -> Result<bool> {
-        let mut buffer = vec![0; 64 * 1024];
-        loop {
-            if !sleep(&self.0, PollFlags::POLLIN, deadline)? {
-                return Ok(false);
-            }
-            let length = match self.0.read(&mut buffer) {
-                Ok(length) => length,
-                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
-                    continue;
-                }
-                Err(error) => return Err(trouble(".leasefs/events", error)),
-            };
-            if length == 0 || may_concern(&buffer[..length], key) {
-                return Ok(true);
-            }
-        }
-    }
+    Ok(false)
 }
 
 /// A gap may have swallowed the key's event, and so may a line that is not understood.
 fn may_concern(lines: &[u8], key: &Key) -> bool {
-    lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).any(|line| {
-        match serde_json::from_slice::<Event>(line) {
-            Ok(event) => event.event == "gap" || event.key.as_deref() == Some(key.as_str()),
-            Err(_) => true,
-        }
-    })
+    parse(lines)
+        .any(|(_, event)| event.is_none_or(|event| event.is_gap() || event.key.as_deref() == Some(key.as_str())))
 }
 
 #[cfg(test)]

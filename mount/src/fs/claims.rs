@@ -196,23 +196,28 @@ impl LeaseFs {
         let claimant = self.claimant(req, &opener, &locker);
         let mut wait = None;
         if request.sleep {
-            let Some(place) = self.flight.park(req.unique()) else { return reply.error(Errno::ENOLCK) };
+            let Some((place, since_ns)) = self.flight.park(req.unique(), now.boot_ns) else {
+                return reply.error(Errno::ENOLCK);
+            };
             let waiter = self.engine.new_waiter();
-            wait = Some((waiter, place));
+            wait = Some((waiter, place, since_ns));
         }
         let fs = self.clone();
         let done = move |result| {
-            if let Some((waiter, _)) = wait {
+            if let Some((waiter, ..)) = wait {
                 fs.watcher.remove(Wait::Lock(waiter));
             }
             finish(reply, result);
-            if let Some((_, place)) = wait {
+            if let Some((_, place, _)) = wait {
                 fs.flight.unpark(place);
             }
         };
-        let wait = wait.map(|(waiter, _)| waiter);
-        self.engine.submit(key, Input::Lock { handle, owner, mode, wait, claimant }, now, Box::new(done));
-        if let Some(waiter) = wait.filter(|waiter| self.engine.is_waiting(*waiter)) {
+        let lock = Input::Lock { handle, owner, mode, wait: wait.map(|(waiter, ..)| waiter), claimant };
+        self.engine.submit(key, lock, now, Box::new(done));
+        if let Some((waiter, _, since_ns)) = wait.filter(|(waiter, ..)| self.engine.is_waiting(*waiter)) {
+            if since_ns < now.boot_ns {
+                self.engine.waits_since(waiter, Now { boot_ns: since_ns, wall_ms: now.wall_at(since_ns) });
+            }
             self.watcher.add(Wait::Lock(waiter), req.unique(), req.pid());
             // Its answer may have come in between, and has found nothing to take off the watch.
             if !self.engine.is_waiting(waiter) {

@@ -168,7 +168,9 @@ impl LeaseFs {
         if nonblock {
             return reply.error(Errno::EAGAIN);
         }
-        let Some(place) = self.flight.park(req.unique()) else { return reply.error(Errno::ENOMEM) };
+        let Some((place, _)) = self.flight.park(req.unique(), clock::boot_ns()) else {
+            return reply.error(Errno::ENOMEM);
+        };
         {
             let mut parked = self.parked.lock();
             parked.last += 1;

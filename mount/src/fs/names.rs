@@ -137,7 +137,8 @@ impl LeaseFs {
         let attr = attr.or_else(|| {
             let Node::Result(key, epoch) = node else { return None };
             let caller = self.processes.identify(req.pid()).process;
-            self.draft_attributes(node, self.draft_of(key, epoch, caller)?)
+            let draft = self.draft_of(key, epoch, caller).and_then(|draft| self.draft_attributes(node, draft));
+            draft.or_else(|| self.pruned_attributes(node, key, epoch))
         });
         match attr {
             Some(attr) => reply.attr(&LeaseFs::ttl(node), &attr),

@@ -80,7 +80,7 @@ impl LeaseFs {
     }
 
     fn park_order(&self, req: &Caller, length: u32, reply: ReplyWrite) -> Option<u64> {
-        let Some(place) = self.flight.park(req.unique()) else {
+        let Some((place, _)) = self.flight.park(req.unique(), clock::now().boot_ns) else {
             reply.error(Errno::ENOMEM);
             return None;
         };
@@ -101,6 +101,9 @@ impl Shared {
             while self.is_awaited(number) {
                 let more = self.engine.prune_step(prune, || self.open_results(), clock::now())?;
                 self.announce();
+                if self.engine.is_checkpoint_due() {
+                    self.writer.wake();
+                }
                 if !more {
                     break;
                 }

@@ -106,12 +106,27 @@ impl LeaseFs {
             Open::Draft(draft) => Some((draft.key, Arc::clone(&draft.file))),
             _ => None,
         })??;
+        self.file_attributes(node, key, &file, 0o200)
+    }
+
+    /// The attributes of a result that was pruned while somebody reads it: who opened it reads it to its end.
+    pub(super) fn pruned_attributes(&self, node: Node, key: KeyId, epoch: Epoch) -> Option<FileAttr> {
+        let handles = self.handles.lock();
+        let file = handles.values().find_map(|open| match open {
+            Open::Result(of, attempt, file) if (*of, *attempt) == (key, epoch) => Some(Arc::clone(file)),
+            _ => None,
+        });
+        drop(handles);
+        self.file_attributes(node, key, file?.as_ref(), 0)
+    }
+
+    fn file_attributes(&self, node: Node, key: KeyId, file: &std::fs::File, more: u32) -> Option<FileAttr> {
         let metadata = file.metadata().ok()?;
         let modified = metadata.modified().ok()?;
         self.engine.view(key, |entry, tree| {
             let (mode, _, gid) = namespace_of(entry, tree);
             let times = Times { mtime: modified, ctime: modified };
-            attr(node, FileType::RegularFile, mode & 0o444 | 0o200, entry.file_uid(tree), gid, metadata.len(), times)
+            attr(node, FileType::RegularFile, mode & 0o444 | more, entry.file_uid(tree), gid, metadata.len(), times)
         })
     }
 

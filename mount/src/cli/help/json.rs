@@ -211,6 +211,37 @@ pub const PRUNE: Shape = Shape {
     ],
 };
 
+/// `leasefs who --json`.
+pub const WHO: Shape = Shape {
+    title: "`leasefs who --json`",
+    about: "One object. What cannot be seen of a process, or of one that is gone, is null.",
+    fields: &[
+        Field("key", "string", "the key"),
+        Field("state", "string", "as in status/KEY"),
+        Field("epoch", "number", "the newest epoch"),
+        Field("processes", "list", "who has to do with the key"),
+        Field("processes[].pid", "number", "process id, as seen by this command; of one in line, by the server"),
+        Field("processes[].ppid", "number?", "its parent's"),
+        Field("processes[].start_time", "number", "when it started, in clock ticks since boot"),
+        Field("processes[].started", "time?", "the same by the clock"),
+        Field("processes[].uid", "number?", "the user it acts as"),
+        Field("processes[].command", "string?", "its command line"),
+        Field("processes[].container", "string?", "the container or service it is in, as `podman:0123456789ab`"),
+        Field(
+            "processes[].how",
+            "string",
+            "`claimed`: it claimed the key and has the handle; `inherited`: it has the holder's handle; `perhaps`: it has a \
+             handle that may be the holder's; `shares`: it holds a shared lock; `writes`: it has the attempt's result open \
+             for writing; `waits`: it is in line; `open`: it has the key's file open and nothing more",
+        ),
+        Field("processes[].keeps", "boolean", "whether the key stays held because of it"),
+        Field("processes[].fds", "list", "its descriptors, as numbers"),
+        Field("processes[].since", "time?", "since when it waits"),
+        Field("unseen", "number", "processes that could not be looked into"),
+        Field("remark", "string?", "what cannot be said of the holder's handle, for a person"),
+    ],
+};
+
 /// All that is written to `.leasefs/control`.
 pub const ORDERS: Shape = Shape {
     title: ".leasefs/control",
@@ -231,7 +262,7 @@ pub const ORDERS: Shape = Shape {
 };
 
 /// All of them.
-pub const SHAPES: &[&Shape] = &[&STATUS, &HISTORY, &EVENTS, &CONFIG, &VERIFY, &DOCTOR, &PRUNE, &ORDERS];
+pub const SHAPES: &[&Shape] = &[&STATUS, &HISTORY, &EVENTS, &CONFIG, &VERIFY, &DOCTOR, &PRUNE, &WHO, &ORDERS];
 
 /// The page.
 pub fn page() -> Page {

@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_read_is_no_proof() {
-        let table = table(&[("901", "sleep\060\0")]);
+        let table = table(&[("901", "sleep\x0060\0")]);
         // Reading a directory fails, and not because it is gone.
         fs::create_dir_all(table.path().join("902/cmdline")).expect("directory");
         assert_eq!(look(table.path(), "agent-7"), Look::Unknown);

@@ -19,13 +19,13 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, SigmaskHow, Signal, pthread_sigmask, sigaction};
 use nix::sys::stat::futimens;
 use nix::sys::time::TimeSpec;
+use nix::unistd::ftruncate;
 
 use super::time::{Timer, boot_now};
+use super::waiting::Mention;
 use crate::cli::complain;
 use crate::cli::tree::{Tree, trouble};
 
-/// How long a wait lasts before it is mentioned.
-const SILENT_WAIT: Duration = Duration::from_secs(1);
 /// A signal that arrives before `flock` has begun to wait is missed by it, so the alarm goes on ringing.
 const ALARM_INTERVAL: Duration = Duration::from_millis(20);
 /// Pause before a renewal that failed for a reason other than the lease's loss is tried again, at most.
@@ -152,7 +152,7 @@ impl Claim {
     /// Renews the lease by setting its file's time.
     pub fn renew(&mut self, tree: &Tree) -> nix::Result<Renewal> {
         let now = boot_now()?;
-        match futimens(&self.file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
+        match renew_by(&self.file) {
             Ok(()) => {
                 self.note_renewal(tree, now);
                 Ok(Renewal::Kept)
@@ -268,14 +268,17 @@ fn take(
 
 /// What is done with a handle that has just got the lease.
 fn claimed(tree: &Tree, key: Key, file: File, ttl: Option<Ttl>) -> Result<Claim, Refusal> {
-    let now = boot_now()?;
     if let Some(ttl) = ttl {
         set_ttl(&file, ttl).map_err(|error| trouble(format_args!("{key}: its TTL cannot be set to {ttl}"), error))?;
     }
-    let epoch = read_epoch(&file).map_err(|error| match error.raw_os_error() {
+    let refused = |error: io::Error| match error.raw_os_error() {
         Some(libc::ESTALE) => Refusal::Lost(format!("{key}: lost its lease at once: run it again, with a longer TTL")),
         _ => Refusal::Failed(trouble(&key, error)),
-    })?;
+    };
+    // The grant may be some time ago. Counted from before a renewal, a lease ends no earlier than is believed here.
+    let now = boot_now()?;
+    renew_by(&file).map_err(|errno| refused(errno.into()))?;
+    let epoch = read_epoch(&file).map_err(refused)?;
     let ttl = ttl.unwrap_or_default().as_duration();
     let mut claim = Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false };
     claim.note_renewal(tree, now);
@@ -394,9 +397,9 @@ fn watch_beside(
     // The alarm is for the thread that waits.
     SigSet::all().thread_block()?;
     let timer = Timer::new()?;
-    let mut mention_at = Some(boot_now()? + SILENT_WAIT);
+    let mut mention = Mention::new(tree, key, boot_now()?);
     loop {
-        let next = taken.iter().map(Claim::due_at).chain(mention_at).min();
+        let next = taken.iter().map(Claim::due_at).chain([mention.next()]).min();
         if let Some(next) = next {
             timer.ring_at(next)?;
         }
@@ -412,12 +415,7 @@ fn watch_beside(
         if fds[2..].iter().any(|fd| fd.any() == Some(true)) {
             return Ok(Some(format!("{key}: no longer waited for")));
         }
-        if mention_at.is_some_and(|at| boot_now().is_ok_and(|now| now >= at)) {
-            mention_at = None;
-            if let Ok(Some(status)) = tree.status(key) {
-                complain(format_args!("{key}: {}: waiting", status.in_the_way()));
-            }
-        }
+        mention.say(boot_now()?);
         if let Some(lost) = renew_due(taken, tree)? {
             return Ok(Some(format!("{} (while waiting for {key})", lost.loss())));
         }
@@ -447,6 +445,17 @@ fn flock(file: &File, operation: libc::c_int) -> io::Result<()> {
     match unsafe { libc::flock(file.as_raw_fd(), operation) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Renews the lease that this handle has.
+fn renew_by(file: &File) -> nix::Result<()> {
+    match futimens(file, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW) {
+        // The kernel does not say through which handle, so that is for the process alone that took the lease. This may
+        // be another, with a copy of the handle, or one that the server cannot see. Truncation comes with the handle.
+        // Locking would not do: were the lease given back, it would take a new one.
+        Err(Errno::EACCES) => ftruncate(file, 0),
+        answer => answer,
     }
 }
 

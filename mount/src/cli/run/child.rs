@@ -1,21 +1,30 @@
-//! Running the command beside its leases: signals, renewals and the command's end in one loop, one thread.
+//! The runner's part while the command runs: signals, renewals and news of the command in one loop, one thread.
+//!
+//! The command itself is the child of the [`guard`](super::guard), which ends it when need be. Should that be killed, its
+//! children become the runner's, which ends them in its place.
 
 use std::ffi::OsStr;
-use std::io;
+use std::fs::OpenOptions;
+use std::ops::ControlFlow;
 use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::process::{Command, ExitStatus};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, sigaction};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, raise, sigaction};
 use nix::sys::signalfd::{SfdFlags, SignalFd, siginfo};
-use nix::unistd::{AccessFlags, Pid, access, getpgid, getpgrp, getpid, getppid};
+use nix::sys::wait::waitpid;
+use nix::unistd::{getpgid, getpgrp};
 
+use super::family::Family;
+use super::guard::{self, Guard, Rules};
+use super::link::{Limits, News, Order, Reason, Received, Shared};
+use super::program::Missing;
 use crate::cli::complain;
 use crate::cli::holding::claim::{Claim, Renewal};
 use crate::cli::holding::time::{Timer, boot_now};
@@ -24,34 +33,8 @@ use crate::cli::tree::Tree;
 /// Passed on to the command instead of ending `run`, which would end the lease under a running command.
 const FORWARDED: [Signal; 6] =
     [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM, Signal::SIGUSR1, Signal::SIGUSR2];
-/// From TERM to KILL for a command whose lease is lost.
-const GRACE: Duration = Duration::from_secs(5);
-
-/// The command cannot be started.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Missing {
-    /// There is no such file.
-    NotFound,
-    /// It may not be executed.
-    NotExecutable,
-}
-
-impl Missing {
-    /// Says so, and gives the exit code that `env` gives.
-    pub fn report(self, name: &OsStr) -> ExitCode {
-        let (what, code) = match self {
-            Missing::NotFound => ("command not found: check its name and PATH", 127),
-            Missing::NotExecutable => ("cannot be executed: check its permissions", 126),
-        };
-        complain(format_args!("{}: {what}", name.display()));
-        ExitCode::from(code)
-    }
-
-    /// That of an error of `execve(2)`.
-    pub fn of(error: &io::Error) -> Missing {
-        if error.kind() == io::ErrorKind::NotFound { Missing::NotFound } else { Missing::NotExecutable }
-    }
-}
+/// How much later than it should a guard may act before it is taken for stopped.
+const SLACK: Duration = Duration::from_secs(2);
 
 /// How it ended.
 pub enum End {
@@ -63,92 +46,47 @@ pub enum End {
     NotStarted(Missing),
 }
 
-/// The file that would be executed, by the shell's rules.
-pub fn find_program(name: &OsStr) -> Result<PathBuf, Missing> {
-    let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
-    find_program_in(name, &path)
+/// Whether commands get a process group of their own: without a terminal. With one, the group is the shell's job, which
+/// Ctrl-C, Ctrl-Z and `fg` are for, and the only one that may read from the terminal.
+pub fn has_own_group() -> bool {
+    OpenOptions::new().read(true).custom_flags(libc::O_NOCTTY).open("/dev/tty").is_err()
 }
 
-fn find_program_in(name: &OsStr, path: &OsStr) -> Result<PathBuf, Missing> {
-    if name.is_empty() {
-        return Err(Missing::NotFound);
-    }
-    if name.as_encoded_bytes().contains(&b'/') {
-        return check_program(Path::new(name));
-    }
-    let mut missing = Missing::NotFound;
-    for dir in std::env::split_paths(path) {
-        // An empty entry is the working directory; `./` keeps it from being searched for again.
-        let dir = if dir.as_os_str().is_empty() { PathBuf::from(".") } else { dir };
-        match check_program(&dir.join(name)) {
-            Ok(program) => return Ok(program),
-            Err(Missing::NotExecutable) => missing = Missing::NotExecutable,
-            Err(Missing::NotFound) => {}
-        }
-    }
-    Err(missing)
-}
-
-fn check_program(path: &Path) -> Result<PathBuf, Missing> {
-    match path.metadata() {
-        Ok(meta) if meta.is_file() && access(path, AccessFlags::X_OK).is_ok() => Ok(path.to_owned()),
-        Ok(_) => Err(Missing::NotExecutable),
-        Err(error) if error.kind() == io::ErrorKind::NotADirectory => Err(Missing::NotFound),
-        Err(error) => Err(Missing::of(&error)),
-    }
-}
-
-/// Runs the command to its end, or ends it when a lease is lost.
-pub fn run(mut command: Command, name: &OsStr, tree: &Tree, claims: &mut [Claim]) -> Result<End> {
+/// Runs the command to its end, or ends it when a lease is lost. The process must have one thread.
+pub fn run(mut command: Command, name: &OsStr, tree: &Tree, claims: &mut [Claim], rules: Rules) -> Result<End> {
     let signals = Signals::take_over()?;
-    let mut watch = Watch { tree, claims, muted: Vec::new(), kill_at: None, lost: false };
     // A key taken early may have been lost while the last was taken.
-    if watch.claims.len() > 1 && watch.is_any_lost() {
+    if claims.len() > 1 && is_any_lost(claims) {
         return Ok(End::LeaseLost);
     }
     command.arg0(name);
-    prepare(&mut command, &signals);
-    let mut child = match command.spawn() {
-        Ok(child) => child,
-        Err(error) => return Ok(End::NotStarted(Missing::of(&error))),
+    let shared = Shared::new()?;
+    shared.set_limits(Limits::of(claims));
+    prctl::set_child_subreaper(true)?;
+    let guard = guard::start(command, signals.before, rules, tree, claims, shared)
+        .map_err(|errno| anyhow!("the process that guards the command cannot be started: {}", errno.desc()))?;
+    let mut watch = Watch {
+        tree,
+        claims,
+        rules,
+        shared,
+        guard: Some(guard),
+        family: None,
+        muted: Vec::new(),
+        lost: false,
+        force_at: None,
     };
-    let status = match watch.until_end(&mut child, &signals) {
-        Ok(status) => status,
-        Err(error) => {
-            // Without its guard the command must not go on.
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(error);
-        }
-    };
-    if watch.lost || watch.is_any_lost() {
+    let end = watch.until_end(&signals);
+    // The guard's copies of the handles are closed before ours are.
+    watch.part_from_guard();
+    let end = end?;
+    if matches!(end, End::Code(_)) && (watch.lost || is_any_lost(watch.claims)) {
         return Ok(End::LeaseLost);
     }
-    Ok(End::Code(exit_code(status)))
+    Ok(end)
 }
 
-fn exit_code(status: ExitStatus) -> u8 {
-    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(super::EXIT_FAILURE)
-}
-
-/// Gives the command the signal mask `run` was started with, and ties its life to that of `run`.
-fn prepare(command: &mut Command, signals: &Signals) {
-    let (mask, parent) = (signals.before, getpid());
-    let in_child = move || {
-        mask.thread_set_mask()?;
-        // The lease ends with `run`, so a command that outlives it would run without.
-        prctl::set_pdeathsig(Signal::SIGKILL)?;
-        if getppid() != parent {
-            return Err(io::Error::from(Errno::ESRCH));
-        }
-        Ok(())
-    };
-    // SAFETY: between fork and exec the closure only makes system calls; it allocates nothing and takes no lock.
-    unsafe { command.pre_exec(in_child) };
-}
-
-/// The signals that `run` reads instead of being ended by them.
+/// The signals that `run` reads instead of being ended or stopped by them.
 struct Signals {
     fd: SignalFd,
     before: SigSet,
@@ -162,6 +100,7 @@ impl Signals {
         unsafe { sigaction(Signal::SIGCHLD, &default) }?;
         let mut set = SigSet::from_iter(FORWARDED);
         set.add(Signal::SIGCHLD);
+        set.add(Signal::SIGTSTP);
         let before = SigSet::thread_get_mask()?;
         set.thread_block()?;
         let fd = SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
@@ -173,58 +112,175 @@ impl Signals {
 struct Watch<'a> {
     tree: &'a Tree,
     claims: &'a mut [Claim],
+    rules: Rules,
+    shared: Shared,
+    /// Until it is gone.
+    guard: Option<Guard>,
+    /// Ours, when the guard is gone and the command goes on.
+    family: Option<Family>,
     /// Handles that report trouble which is no loss: not polled until a renewal succeeds by the timer.
     muted: Vec<usize>,
-    /// When the command is killed, once a lease is lost; on `CLOCK_BOOTTIME`.
-    kill_at: Option<Duration>,
     lost: bool,
+    /// When the guard should have ended the command long since, on `CLOCK_BOOTTIME`.
+    force_at: Option<Duration>,
 }
 
 impl Watch<'_> {
     /// Waits for the command's end.
-    fn until_end(&mut self, child: &mut Child, signals: &Signals) -> Result<ExitStatus> {
+    fn until_end(&mut self, signals: &Signals) -> Result<End> {
         let timer = Timer::new()?;
+        let mut alarmed = Vec::new();
         loop {
-            let next = if self.lost { self.kill_at } else { self.claims.iter().map(Claim::due_at).min() };
-            match next {
-                Some(next) => timer.ring_at(next)?,
-                None => timer.stop()?,
-            }
-            let alarmed = self.sleep(&timer, signals)?;
             while let Some(info) = signals.fd.read_signal()? {
-                forward(&info, child)?;
+                self.take(&info)?;
             }
-            if let Some(status) = child.try_wait()? {
-                return Ok(status);
+            if let Some(end) = self.hear(signals)? {
+                return Ok(end);
             }
             if !self.lost {
                 self.renew(&alarmed)?;
-                if self.lost {
-                    self.kill_at = Some(boot_now()? + GRACE);
-                    send(child, Signal::SIGTERM)?;
+                self.shared.set_limits(Limits::of(self.claims));
+            }
+            let mut wake_at = self.claims.iter().map(Claim::due_at).min().filter(|_| !self.lost);
+            if self.family.is_some() {
+                match self.look_after_family()? {
+                    ControlFlow::Continue(next) => wake_at = wake_at.into_iter().chain(next).min(),
+                    ControlFlow::Break(end) => return Ok(end),
                 }
-            } else if self.kill_at.is_some_and(|at| boot_now().is_ok_and(|now| now >= at)) {
-                self.kill_at = None;
-                child.kill()?;
+            } else {
+                wake_at = wake_at.into_iter().chain(self.force()?).min();
+            }
+            match wake_at {
+                Some(at) => timer.ring_at(at)?,
+                None => timer.stop()?,
+            }
+            alarmed = self.sleep(&timer, signals)?;
+        }
+    }
+
+    /// Reads what the guard has to say. How the command ended, if it has.
+    fn hear(&mut self, signals: &Signals) -> Result<Option<End>> {
+        let Some(guard) = &self.guard else { return Ok(None) };
+        match guard.link.receive()? {
+            Received::Message(News::NotStarted(missing)) => Ok(Some(End::NotStarted(missing))),
+            Received::Message(News::Ended(status, reason)) => Ok(Some(self.end_of(status, reason))),
+            Received::Nothing => Ok(None),
+            Received::Closed => self.do_without_guard(signals),
+        }
+    }
+
+    fn end_of(&self, status: Option<i32>, reason: Reason) -> End {
+        let Some(status) = status else {
+            complain("the command could not be ended, and goes on without its lease: end it by hand");
+            return End::LeaseLost;
+        };
+        match reason {
+            Reason::Itself | Reason::RunnerGone => End::Code(exit_code(ExitStatus::from_raw(status))),
+            Reason::LeaseLost => {
+                if !self.lost {
+                    is_any_lost(self.claims);
+                }
+                End::LeaseLost
+            }
+            Reason::LeaseRunsOut => {
+                let keys: Vec<&str> = self.claims.iter().map(|claim| claim.key().as_str()).collect();
+                complain(format_args!(
+                    "{}: not renewed in time: the command was ended before the lease ran out",
+                    keys.join(", ")
+                ));
+                End::LeaseLost
             }
         }
+    }
+
+    /// The guard is gone without a word: its children are ours now. If it was killed, so was the command, unless that is
+    /// to outlive us.
+    fn do_without_guard(&mut self, signals: &Signals) -> Result<Option<End>> {
+        self.part_from_guard();
+        let mut family = Family::of(self.shared.command(), self.rules.own_group);
+        if self.rules.child_keeps && self.shared.command().is_some() && !self.lost {
+            complain("the process that guards the command was killed: the command goes on without");
+            self.family = Some(family);
+            return Ok(None);
+        }
+        let now = boot_now()?;
+        family.end(now, self.shared.limits().end());
+        let timer = Timer::new()?;
+        while let Some(next) = family.go_on(boot_now()?) {
+            timer.ring_at(next)?;
+            self.sleep(&timer, signals)?;
+            while signals.fd.read_signal()?.is_some() {}
+        }
+        match self.lost {
+            true => Ok(Some(End::LeaseLost)),
+            false => Err(anyhow!("the process that guards the command was killed: the command was ended")),
+        }
+    }
+
+    /// Does what the guard would do for a command that outlives it: when to do so next at the latest, or how it ended.
+    fn look_after_family(&mut self) -> Result<ControlFlow<End, Option<Duration>>> {
+        let (now, limits) = (boot_now()?, self.shared.limits());
+        let Some(family) = &mut self.family else { return Ok(ControlFlow::Continue(None)) };
+        let none_left = family.reap();
+        let runs_out = now >= limits.term_at;
+        if !family.is_ending() && family.status().is_none() && (self.lost || runs_out) {
+            family.end((now + self.rules.grace).min(limits.kill_at), limits.end());
+        }
+        let next = match family.is_ending() {
+            true => family.go_on(now),
+            false if family.status().is_none() && !none_left => return Ok(ControlFlow::Continue(Some(limits.term_at))),
+            false => None,
+        };
+        if next.is_some() {
+            return Ok(ControlFlow::Continue(next));
+        }
+        let reason = match (family.is_ending(), self.lost) {
+            (false, _) => Reason::Itself,
+            (true, true) => Reason::LeaseLost,
+            (true, false) => Reason::LeaseRunsOut,
+        };
+        let status = family.status();
+        Ok(ControlFlow::Break(self.end_of(status, reason)))
+    }
+
+    /// Kills a guard that should have ended the command long since, which ends the command: when that would be.
+    fn force(&mut self) -> Result<Option<Duration>> {
+        let at = self.force_at.unwrap_or_else(|| self.shared.limits().end());
+        if boot_now()? < at {
+            return Ok(Some(at));
+        }
+        if let Some(guard) = &self.guard {
+            // Not reaped yet, so the number is its own.
+            kill(guard.pid, Signal::SIGKILL)?;
+        }
+        Ok(None)
+    }
+
+    /// Waits until the guard is gone.
+    fn part_from_guard(&mut self) {
+        let Some(Guard { pid, link }) = self.guard.take() else { return };
+        // Should it still guard the command, this has it end that.
+        drop(link);
+        while waitpid(pid, None) == Err(Errno::EINTR) {}
     }
 
     /// Sleeps until something happens; gives the claims whose handle reports trouble.
     fn sleep(&self, timer: &Timer, signals: &Signals) -> nix::Result<Vec<usize>> {
         let mut fds =
             vec![PollFd::new(signals.fd.as_fd(), PollFlags::POLLIN), PollFd::new(timer.as_fd(), PollFlags::POLLIN)];
+        fds.extend(self.guard.as_ref().map(|guard| PollFd::new(guard.link.as_fd(), PollFlags::POLLIN)));
         let watched: Vec<usize> = match self.lost {
             true => Vec::new(),
             false => (0..self.claims.len()).filter(|index| !self.muted.contains(index)).collect(),
         };
+        let first = fds.len();
         fds.extend(watched.iter().map(|index| PollFd::new(self.claims[*index].file().as_fd(), PollFlags::empty())));
         match poll(&mut fds, PollTimeout::NONE) {
             Ok(_) => {}
             Err(Errno::EINTR) => return Ok(Vec::new()),
             Err(errno) => return Err(errno),
         }
-        let reports = fds[2..].iter().map(|fd| fd.any() == Some(true));
+        let reports = fds[first..].iter().map(|fd| fd.any() == Some(true));
         Ok(watched.into_iter().zip(reports).filter_map(|(index, report)| report.then_some(index)).collect())
     }
 
@@ -245,57 +301,62 @@ impl Watch<'_> {
                 }
             }
         }
+        if self.lost {
+            self.force_at = Some(boot_now()? + self.rules.grace + SLACK);
+            if let Some(guard) = &self.guard {
+                guard.link.send(&Order::End);
+            }
+        }
         Ok(())
     }
 
-    /// The command may have ended between a lease's loss and its notice.
-    fn is_any_lost(&self) -> bool {
-        let lost = self.claims.iter().find(|claim| !claim.is_held());
-        if let Some(claim) = lost {
-            complain(claim.loss());
+    /// Passes a signal on, unless the terminal has sent it to the command already.
+    fn take(&self, info: &siginfo) -> nix::Result<()> {
+        let Some(signal) = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok()) else {
+            return Ok(());
+        };
+        if signal == Signal::SIGCHLD {
+            return Ok(());
         }
-        lost.is_some()
+        let by_keyboard = matches!(signal, Signal::SIGINT | Signal::SIGQUIT | Signal::SIGTSTP);
+        let from_terminal = info.ssi_code == libc::SI_KERNEL && by_keyboard;
+        if !from_terminal || self.shared.command().map(|command| getpgid(Some(command))) != Some(Ok(getpgrp())) {
+            self.pass_on(signal);
+        }
+        if signal == Signal::SIGTSTP {
+            stop()?;
+            self.pass_on(Signal::SIGCONT);
+        }
+        Ok(())
+    }
+
+    fn pass_on(&self, signal: Signal) {
+        match (&self.guard, &self.family) {
+            (Some(guard), _) => guard.link.send(&Order::Signal(signal as i32)),
+            (None, Some(family)) => family.signal(signal),
+            (None, None) => {}
+        }
     }
 }
 
-/// Passes a signal on, unless the terminal has sent it to the command already.
-fn forward(info: &siginfo, child: &Child) -> nix::Result<()> {
-    let Some(signal) = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok()) else {
-        return Ok(());
-    };
-    if signal == Signal::SIGCHLD {
-        return Ok(());
-    }
-    let from_terminal = info.ssi_code == libc::SI_KERNEL && matches!(signal, Signal::SIGINT | Signal::SIGQUIT);
-    if from_terminal && getpgid(Some(pid(child))) == Ok(getpgrp()) {
-        return Ok(());
-    }
-    send(child, signal)
+/// Stops this process as `SIGTSTP` would have done had it not been read, until it is continued.
+fn stop() -> nix::Result<()> {
+    let signal = SigSet::from(Signal::SIGTSTP);
+    raise(Signal::SIGTSTP)?;
+    signal.thread_unblock()?;
+    signal.thread_block()
 }
 
-/// The child is not reaped yet, so the pid is its own.
-fn send(child: &Child, signal: Signal) -> nix::Result<()> {
-    kill(pid(child), signal)
-}
-
-fn pid(child: &Child) -> Pid {
-    Pid::from_raw(i32::try_from(child.id()).unwrap_or(i32::MAX))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn programs_are_found_as_a_shell_finds_them() {
-        let find = |name: &str, path: &str| find_program_in(OsStr::new(name), OsStr::new(path));
-        assert_eq!(find("sh", "/nowhere:/bin"), Ok(PathBuf::from("/bin/sh")));
-        assert_eq!(find("/bin/sh", ""), Ok(PathBuf::from("/bin/sh")));
-        assert_eq!(find("no-such-command", "/bin:/usr/bin"), Err(Missing::NotFound));
-        assert_eq!(find("", "/bin"), Err(Missing::NotFound));
-        assert_eq!(find("/no/such/command", "/bin"), Err(Missing::NotFound));
-        assert_eq!(find("/", "/bin"), Err(Missing::NotExecutable));
-        assert_eq!(find("passwd", "/etc"), Err(Missing::NotExecutable));
-        assert_eq!(find("/etc/passwd/x", "/bin"), Err(Missing::NotFound));
+/// The command may have ended between a lease's loss and its notice.
+fn is_any_lost(claims: &[Claim]) -> bool {
+    let lost = claims.iter().find(|claim| !claim.is_held());
+    if let Some(claim) = lost {
+        complain(claim.loss());
     }
+    lost.is_some()
+}
+
+fn exit_code(status: ExitStatus) -> u8 {
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(super::EXIT_FAILURE)
 }

@@ -1,0 +1,110 @@
+//! A walk through `status/`, while keys come and namespaces go: what the tree says of each key.
+
+use std::fs;
+use std::io;
+
+use anyhow::Result;
+use leasefs::Key;
+
+use super::complain;
+use super::show;
+use super::tree::{Status, Tree, trouble};
+
+/// What a walk found.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// What was asked for, in no order.
+    pub found: Vec<Status>,
+    /// Namespaces that may not be read.
+    pub shut: usize,
+}
+
+/// Reads the status of every key whose name begins with `prefix`; `seen` hears of each.
+///
+/// # Errors
+/// Those of the tree, with what to do. Keys and namespaces that go meanwhile are none.
+pub fn walk(tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<Listing> {
+    walk_through("status", tree, prefix, seen)
+}
+
+/// The same of the keys that have a file in `claims/` only: most of those that matter, and few where most keys are free.
+///
+/// # Errors
+/// As above.
+pub fn walk_files(tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<Listing> {
+    walk_through("claims", tree, prefix, seen)
+}
+
+fn walk_through(subtree: &'static str, tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<Listing> {
+    let mut walk = Walk { subtree, tree, prefix, seen, listing: Listing::default() };
+    walk.namespace(prefix.rsplit_once('/').map_or("", |(namespace, _)| namespace), true)?;
+    Ok(walk.listing)
+}
+
+/// A PREFIX argument without the tree's own part. An absolute path loses its last slash when it is taken apart, and that
+/// slash has a meaning here.
+///
+/// # Errors
+/// Where it is a path of something else.
+pub fn prefix(tree: &Tree, text: &str) -> Result<String> {
+    let claims = tree.root().join("claims");
+    if text.starts_with('/') && std::path::Path::new(text) == claims {
+        return Ok(String::new());
+    }
+    let mut prefix = tree.relative(text)?;
+    if text.ends_with('/') && !prefix.is_empty() && !prefix.ends_with('/') {
+        prefix.push('/');
+    }
+    Ok(prefix)
+}
+
+struct Walk<'a> {
+    subtree: &'static str,
+    tree: &'a Tree,
+    prefix: &'a str,
+    seen: &'a mut dyn FnMut(&Status),
+    listing: Listing,
+}
+
+impl Walk<'_> {
+    fn namespace(&mut self, namespace: &str, is_asked_for: bool) -> Result<()> {
+        let directory = self.tree.root().join(self.subtree).join(namespace);
+        let entries = match fs::read_dir(&directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !is_asked_for => {
+                self.listing.shut += 1;
+                return Ok(());
+            }
+            // Gone since its parent was read; or nothing begins with this prefix.
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(());
+            }
+            Err(error) => return Err(trouble(directory.display(), error)),
+        };
+        for entry in entries {
+            let entry = entry?;
+            let Ok(name) = entry.file_name().into_string() else { continue };
+            let path = if namespace.is_empty() { name } else { format!("{namespace}/{name}") };
+            let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
+            if is_dir && (path.starts_with(self.prefix) || self.prefix.starts_with(&format!("{path}/"))) {
+                self.namespace(&path, false)?;
+            } else if !is_dir && path.starts_with(self.prefix) {
+                self.key(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn key(&mut self, path: &str) -> Result<()> {
+        match Key::parse(path).map(|key| self.tree.status(&key)) {
+            Ok(status) => {
+                if let Some(status) = status? {
+                    (self.seen)(&status);
+                    self.listing.found.push(status);
+                }
+            }
+            Err(bad) => complain(format_args!("{}: passed over: {bad}", show::plain(path))),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,300 @@
+//! The guard of `leasefs run`: a second process, which outlives the runner for as long as the command does.
+//!
+//! It is forked when the keys are held, with copies of the holder handles, and is the parent of the command; so it can
+//! - end the command and all its descendants when the runner is killed, and only then let go of the handles;
+//! - end them in time when the runner renews no more, because it is stopped or gets no answer;
+//! - see the loss of a lease whose runner is stopped.
+//!
+//! If the guard is killed, the command goes with it (`PR_SET_PDEATHSIG`), what descends from it becomes the runner's, and
+//! the runner ends that before it lets go. So the command outlives neither, nor both. With `--child-keeps` it outlives
+//! both: the command has the handle itself, and whichever of the two is left renews the lease.
+//!
+//! The guard asks nothing of the tree that a server which does not answer could hold up, except where a handle has just
+//! reported, and where it renews in its runner's place.
+
+use std::ffi::CStr;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::prctl;
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::unistd::{ForkResult, Pid, dup2_stdin, dup2_stdout, fork, getpgrp, getpid, getppid, setpgid};
+
+use super::family::Family;
+use super::link::{Limits, Link, News, Order, Reason, Received, Shared};
+use super::program::Missing;
+use crate::cli::complain;
+use crate::cli::holding::claim::{Claim, Renewal};
+use crate::cli::holding::time::{Timer, boot_now};
+use crate::cli::tree::Tree;
+
+/// What the guard is called in `ps` and `top`.
+const NAME: &CStr = c"leasefs-guard";
+
+/// How the command is run and ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    /// From TERM to KILL.
+    pub grace: Duration,
+    /// The command inherits the holder handles.
+    pub inherit: bool,
+    /// The command is not ended when its runner is killed.
+    pub child_keeps: bool,
+    /// The command gets a process group of its own.
+    pub own_group: bool,
+}
+
+/// The runner's end.
+pub struct Guard {
+    /// Its process.
+    pub pid: Pid,
+    /// To talk to it.
+    pub link: Link,
+}
+
+/// Starts the guard, which starts the command.
+///
+/// The process must have one thread, block the signals that are not to end the guard, and have the limits set.
+pub fn start(
+    command: Command,
+    mask: SigSet,
+    rules: Rules,
+    tree: &Tree,
+    claims: &mut [Claim],
+    shared: Shared,
+) -> nix::Result<Guard> {
+    let (ours, theirs) = Link::pair()?;
+    // SAFETY: there is one thread, so the child has all of the program in a consistent state.
+    match unsafe { fork() }? {
+        ForkResult::Parent { child } => Ok(Guard { pid: child, link: ours }),
+        ForkResult::Child => {
+            // The runner's death closes the last copy of its end.
+            drop(ours);
+            let post = Post { link: theirs, rules, tree, claims, shared, renews: false };
+            let guarded = catch_unwind(AssertUnwindSafe(|| post.work(command, mask)));
+            let failed = match guarded {
+                Ok(Ok(())) => false,
+                Ok(Err(error)) => {
+                    complain(format_args!("the process that guards the command: {error}"));
+                    true
+                }
+                Err(_) => true,
+            };
+            // SAFETY: ends the process at once; what the runner would do on its way out is not the guard's to do.
+            unsafe { libc::_exit(failed.into()) }
+        }
+    }
+}
+
+/// The guard at work.
+struct Post<'a> {
+    link: Link,
+    rules: Rules,
+    tree: &'a Tree,
+    claims: &'a mut [Claim],
+    shared: Shared,
+    /// In the place of a runner that is gone.
+    renews: bool,
+}
+
+/// What wakes the guard, besides the holder handles: their numbers come after these.
+const LINK: u64 = 0;
+const CHILDREN: u64 = 1;
+const TIMER: u64 = 2;
+const FIRST_CLAIM: u64 = 3;
+
+/// Where the guard sleeps.
+struct Bed {
+    epoll: Epoll,
+    children: SignalFd,
+    timer: Timer,
+}
+
+impl Post<'_> {
+    fn work(self, mut command: Command, mask: SigSet) -> io::Result<()> {
+        // Out of the way of what is sent to the runner's group, by the terminal or by hand.
+        let group = getpgrp();
+        setpgid(Pid::from_raw(0), Pid::from_raw(0))?;
+        SigSet::all().thread_block()?;
+        prctl::set_name(NAME)?;
+        prctl::set_child_subreaper(true)?;
+        let bed = self.make_bed()?;
+
+        command.process_group(if self.rules.own_group { 0 } else { group.as_raw() });
+        self.prepare(&mut command, mask);
+        let child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => {
+                self.link.send(&News::NotStarted(Missing::of(&error)));
+                return Ok(());
+            }
+        };
+        let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
+        // Input and output are the command's; whoever reads the output waits for its end, not for ours.
+        let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
+        dup2_stdin(&null)?;
+        dup2_stdout(&null)?;
+        let family = Family::of(Some(Pid::from_raw(pid)), self.rules.own_group);
+        self.watch(family, &bed)
+    }
+
+    /// Gives the command the signal mask `run` was started with and the handles it is to have, and ties its life to that
+    /// of the guard.
+    fn prepare(&self, command: &mut Command, mask: SigSet) {
+        let parent = getpid();
+        let dies_with_guard = !self.rules.child_keeps;
+        let handed_down: Vec<RawFd> = match self.rules.inherit {
+            true => self.claims.iter().map(|claim| claim.file().as_raw_fd()).collect(),
+            false => Vec::new(),
+        };
+        let shared = self.shared;
+        let in_child = move || {
+            shared.set_command(getpid());
+            mask.thread_set_mask()?;
+            for fd in &handed_down {
+                // SAFETY: the handle is open in this process, which is about to execute its program.
+                let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) };
+                fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty()))?;
+            }
+            if dies_with_guard {
+                prctl::set_pdeathsig(Signal::SIGKILL)?;
+                if getppid() != parent {
+                    return Err(io::Error::from(Errno::ESRCH));
+                }
+            }
+            Ok(())
+        };
+        // SAFETY: between fork and exec the closure only makes system calls; it allocates nothing and takes no lock.
+        unsafe { command.pre_exec(in_child) };
+    }
+
+    fn make_bed(&self) -> io::Result<Bed> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        let children =
+            SignalFd::with_flags(&SigSet::from(Signal::SIGCHLD), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+        let timer = Timer::new()?;
+        epoll.add(&self.link, EpollEvent::new(EpollFlags::EPOLLIN, LINK))?;
+        epoll.add(&children, EpollEvent::new(EpollFlags::EPOLLIN, CHILDREN))?;
+        epoll.add(timer.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, TIMER))?;
+        // Unlike poll(2), this asks the server now, and then only when it has told of a change.
+        for (number, claim) in (FIRST_CLAIM..).zip(self.claims.iter()) {
+            epoll.add(claim.file(), EpollEvent::new(EpollFlags::empty(), number))?;
+        }
+        Ok(Bed { epoll, children, timer })
+    }
+
+    /// From the command's start until it has ended, by itself or by the guard.
+    fn watch(mut self, mut family: Family, bed: &Bed) -> io::Result<()> {
+        let mut reason = Reason::Itself;
+        let mut alarmed = false;
+        loop {
+            let mut ends = self.heed(&family, bed)?;
+            family.reap();
+            let now = boot_now()?;
+            if !family.is_ending() {
+                if family.status().is_some() {
+                    break;
+                }
+                if alarmed && self.claims.iter().any(|claim| !claim.is_held()) {
+                    ends = Some(Reason::LeaseLost);
+                }
+                if let Some(why) = ends.or(self.runs_out(now)?) {
+                    reason = why;
+                    let limits = self.shared.limits();
+                    family.end((now + self.rules.grace).min(limits.kill_at), limits.end());
+                }
+            }
+            let next = match family.is_ending() {
+                true => match family.go_on(now) {
+                    Some(next) => next,
+                    None => break,
+                },
+                false if self.renews => self.claims.iter().map(Claim::due_at).min().unwrap_or(Duration::MAX),
+                false => self.shared.limits().term_at,
+            };
+            bed.timer.ring_at(next)?;
+            alarmed = self.sleep(bed)?;
+        }
+        self.link.send(&News::Ended(family.status(), reason));
+        Ok(())
+    }
+
+    /// Does what the runner says. Whether the command is to be ended.
+    fn heed(&mut self, family: &Family, bed: &Bed) -> io::Result<Option<Reason>> {
+        loop {
+            match self.link.receive()? {
+                Received::Message(Order::Signal(number)) => {
+                    if let Ok(signal) = Signal::try_from(number) {
+                        family.signal(signal);
+                    }
+                }
+                Received::Message(Order::End) => return Ok(Some(Reason::LeaseLost)),
+                Received::Nothing => return Ok(None),
+                Received::Closed => {
+                    // It stays readable for ever.
+                    let _ = bed.epoll.delete(&self.link);
+                    if self.renews || family.is_ending() {
+                        return Ok(None);
+                    }
+                    let keys: Vec<&str> = self.claims.iter().map(|claim| claim.key().as_str()).collect();
+                    let keys = keys.join(", ");
+                    if self.rules.child_keeps {
+                        complain(format_args!(
+                            "{keys}: `leasefs run` was killed: its command goes on and keeps the key"
+                        ));
+                        self.renews = true;
+                        return Ok(None);
+                    }
+                    complain(format_args!("{keys}: `leasefs run` was killed: ending its command"));
+                    return Ok(Some(Reason::RunnerGone));
+                }
+            }
+        }
+    }
+
+    /// Whether the command is to be ended because a lease is not renewed in time. Renews it, where there is nobody else.
+    fn runs_out(&mut self, now: Duration) -> nix::Result<Option<Reason>> {
+        if !self.renews {
+            return Ok((now >= self.shared.limits().term_at).then_some(Reason::LeaseRunsOut));
+        }
+        for claim in self.claims.iter_mut().filter(|claim| claim.due_at() <= now) {
+            if claim.renew(self.tree)? == Renewal::Lost {
+                complain(claim.loss());
+                return Ok(Some(Reason::LeaseLost));
+            }
+        }
+        self.shared.set_limits(Limits::of(self.claims));
+        let runs_out = now >= self.shared.limits().term_at;
+        Ok(runs_out.then_some(Reason::LeaseRunsOut))
+    }
+
+    /// Sleeps until something happens. Whether a holder handle has reported, of which each is heard once.
+    fn sleep(&self, bed: &Bed) -> nix::Result<bool> {
+        let mut events = [EpollEvent::empty(); 8];
+        let count = match bed.epoll.wait(&mut events, EpollTimeout::NONE) {
+            Ok(count) => count,
+            Err(Errno::EINTR) => 0,
+            Err(errno) => return Err(errno),
+        };
+        while bed.children.read_signal()?.is_some() {}
+        let mut alarmed = false;
+        for event in &events[..count] {
+            let claim = event.data().checked_sub(FIRST_CLAIM).and_then(|index| self.claims.get(index as usize));
+            if let Some(claim) = claim {
+                // It reports for ever, be it a loss or a server that is gone for good.
+                let _ = bed.epoll.delete(claim.file());
+                alarmed = true;
+            }
+        }
+        Ok(alarmed)
+    }
+}

@@ -1,0 +1,473 @@
+//! What `top` knows of the keys, and in which order it shows them. It asks nobody and draws nothing.
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use super::follow::News;
+use crate::cli::deadlock::Ring;
+use crate::cli::ls;
+use crate::cli::show::{self, NOTHING};
+use crate::cli::tree::Status;
+
+/// What a column shows, and what keys can be sorted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Column {
+    /// The key.
+    Key,
+    /// Its state.
+    State,
+    /// The newest epoch.
+    Epoch,
+    /// The holder's process.
+    Pid,
+    /// The holder's command.
+    Command,
+    /// The container or service it is in.
+    Container,
+    /// The agent it works for.
+    Agent,
+    /// How long it holds.
+    Age,
+    /// How long the TTL still lasts.
+    Ttl,
+    /// How many wait.
+    Line,
+    /// How long the first of them has.
+    Wait,
+}
+
+impl Column {
+    /// All of them, in the order they are shown.
+    pub const ALL: [Column; 11] = [
+        Column::Key,
+        Column::State,
+        Column::Epoch,
+        Column::Pid,
+        Column::Command,
+        Column::Container,
+        Column::Agent,
+        Column::Age,
+        Column::Ttl,
+        Column::Line,
+        Column::Wait,
+    ];
+
+    /// What is above it.
+    pub fn head(self) -> &'static str {
+        match self {
+            Column::Key => "KEY",
+            Column::State => "STATE",
+            Column::Epoch => "EPOCH",
+            Column::Pid => "PID",
+            Column::Command => "COMMAND",
+            Column::Container => "CONTAINER",
+            Column::Agent => "AGENT",
+            Column::Age => "AGE",
+            Column::Ttl => "LEFT",
+            Column::Line => "LINE",
+            Column::Wait => "WAIT",
+        }
+    }
+
+    /// The letter that sorts by it.
+    pub fn letter(self) -> char {
+        match self {
+            Column::Key => 'k',
+            Column::State => 's',
+            Column::Epoch => 'e',
+            Column::Pid => 'p',
+            Column::Command => 'c',
+            Column::Container => 'n',
+            Column::Agent => 'g',
+            Column::Age => 'a',
+            Column::Ttl => 't',
+            Column::Line => 'l',
+            Column::Wait => 'w',
+        }
+    }
+
+    /// The column that a letter sorts by.
+    pub fn of_letter(letter: char) -> Option<Column> {
+        Column::ALL.into_iter().find(|column| column.letter() == letter)
+    }
+}
+
+/// A key with what is worked out of its status once.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// What the tree says.
+    pub status: Status,
+    /// The container or service of its holder.
+    pub container: Option<String>,
+    since_ms: Option<i64>,
+    expires_ms: Option<i64>,
+    waiting_since_ms: Option<i64>,
+}
+
+impl Entry {
+    /// A key as its status has it.
+    pub fn new(status: Status, container: Option<String>) -> Entry {
+        let (since_ms, expires_ms) = (ls::age_ms(&status, 0).map(|ms| -ms), ls::left_ms(&status, 0));
+        let waiting_since_ms = ls::longest_wait_ms(&status, 0).map(|ms| -ms);
+        Entry { status, container, since_ms, expires_ms, waiting_since_ms }
+    }
+
+    /// What a column shows of it.
+    pub fn cell(&self, column: Column, now_ms: i64) -> String {
+        let status = &self.status;
+        let span = |ms: Option<i64>| ms.map_or_else(|| NOTHING.to_owned(), show::span);
+        let holder = status.holder.as_ref();
+        match column {
+            Column::Key => show::plain(&status.key),
+            Column::State => status.state.clone(),
+            Column::Epoch => status.epoch.to_string(),
+            Column::Pid => match holder {
+                Some(holder) if holder.pid != 0 => holder.pid.to_string(),
+                _ => NOTHING.to_owned(),
+            },
+            Column::Command => match holder {
+                Some(holder) => show::cell(&holder.command),
+                None if status.sharers > 0 => format!("{} sharing", status.sharers),
+                None => NOTHING.to_owned(),
+            },
+            Column::Container => self.container.as_deref().map_or_else(|| NOTHING.to_owned(), show::cell),
+            Column::Agent => show::cell(status.agent.as_deref().unwrap_or_default()),
+            Column::Age => span(self.since_ms.map(|since_ms| now_ms - since_ms)),
+            Column::Ttl => span(self.expires_ms.map(|expires_ms| expires_ms - now_ms)),
+            Column::Line => status.waiters.to_string(),
+            Column::Wait => span(self.waiting_since_ms.map(|since_ms| now_ms - since_ms)),
+        }
+    }
+
+    fn is_shown(&self, shows_free: bool) -> bool {
+        shows_free || self.status.state != "free" || self.status.waiters > 0
+    }
+
+    /// What a person looks for first comes first: the oldest, the longest wait, the longest line, the least time left.
+    fn order(&self, other: &Entry, column: Column) -> Ordering {
+        let (one, two) = (&self.status, &other.status);
+        let holder = |status: &Status| status.holder.as_ref().map(|holder| (holder.pid, holder.command.clone()));
+        let by = match column {
+            Column::Key => Ordering::Equal,
+            Column::State => rank(&one.state).cmp(&rank(&two.state)),
+            Column::Epoch => two.epoch.cmp(&one.epoch),
+            Column::Pid => none_last(holder(one).map(|(pid, _)| pid), holder(two).map(|(pid, _)| pid)),
+            Column::Command => none_last(holder(one).map(|(_, name)| name), holder(two).map(|(_, name)| name)),
+            Column::Container => none_last(self.container.as_ref(), other.container.as_ref()),
+            Column::Agent => none_last(one.agent.as_ref(), two.agent.as_ref()),
+            Column::Age => none_last(self.since_ms, other.since_ms),
+            Column::Ttl => none_last(self.expires_ms, other.expires_ms),
+            Column::Line => two.waiters.cmp(&one.waiters),
+            Column::Wait => none_last(self.waiting_since_ms, other.waiting_since_ms),
+        };
+        by.then_with(|| one.key.cmp(&two.key))
+    }
+}
+
+fn none_last<T: Ord>(one: Option<T>, two: Option<T>) -> Ordering {
+    match (&one, &two) {
+        (Some(one), Some(two)) => one.cmp(two),
+        (None, None) => Ordering::Equal,
+        (one, _) => {
+            if one.is_some() {
+                Ordering::Less
+            } else {
+                Ordering::Greater
+            }
+        }
+    }
+}
+
+fn rank(state: &str) -> usize {
+    let states = ["orphaned", "held", "reporting", "shared", "finished", "free"];
+    states.iter().position(|known| *known == state).unwrap_or(states.len())
+}
+
+/// How many keys there are of what kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Held, kept by a draft or orphaned.
+    pub held: usize,
+    /// Shared by readers.
+    pub shared: usize,
+    /// Lock requests in line.
+    pub waiting: u64,
+    /// Held, but their connection is gone.
+    pub orphaned: usize,
+    /// Finished.
+    pub finished: usize,
+}
+
+/// Everything the screen shows.
+pub struct Model {
+    /// The tree.
+    pub root: String,
+    /// Keys that do not begin with this are not known.
+    pub prefix: String,
+    /// Keys have to begin with this to be shown.
+    pub filter: String,
+    /// A filter that is being typed.
+    pub typed: Option<String>,
+    /// Free keys are shown too.
+    pub shows_free: bool,
+    /// What is sorted by.
+    pub sort: Column,
+    /// The other way round.
+    pub is_reversed: bool,
+    /// Everything about the selected key is shown.
+    pub shows_details: bool,
+    /// Rings of processes that wait for each other.
+    pub rings: Vec<Ring>,
+    /// What went wrong with the tree, while it does.
+    pub trouble: Option<String>,
+    /// Every key was read once.
+    pub is_loaded: bool,
+    /// Namespaces that may not be read.
+    pub shut: usize,
+    /// First key on the screen.
+    pub first: usize,
+    selected: Option<String>,
+    who: Option<(String, Vec<String>)>,
+    entries: BTreeMap<String, Entry>,
+    order: Vec<String>,
+    totals: Totals,
+    is_stale: bool,
+}
+
+impl Model {
+    /// Nothing is known yet.
+    pub fn new(root: &Path, prefix: String) -> Model {
+        Model {
+            root: show::plain(&root.display().to_string()),
+            filter: prefix.clone(),
+            prefix,
+            typed: None,
+            shows_free: false,
+            sort: Column::Age,
+            is_reversed: false,
+            shows_details: true,
+            rings: Vec::new(),
+            trouble: None,
+            is_loaded: false,
+            shut: 0,
+            first: 0,
+            selected: None,
+            who: None,
+            entries: BTreeMap::new(),
+            order: Vec::new(),
+            totals: Totals::default(),
+            is_stale: true,
+        }
+    }
+
+    /// Takes in what was found out.
+    pub fn hear(&mut self, news: News) {
+        match news {
+            News::Changed(changes) => {
+                self.trouble = None;
+                for (key, entry) in changes {
+                    match entry {
+                        Some(entry) => self.put(entry),
+                        None => drop(self.entries.remove(&key)),
+                    }
+                }
+                self.is_stale = true;
+            }
+            News::Loaded { keys, shut } => {
+                let keys: HashSet<String> = keys.into_iter().collect();
+                self.entries.retain(|key, _| keys.contains(key));
+                (self.is_loaded, self.shut, self.is_stale) = (true, shut, true);
+            }
+            News::Rings(rings) => self.rings = rings,
+            News::Who(key, lines) => self.who = Some((key, lines)),
+            News::Trouble(trouble) => self.trouble = Some(trouble),
+        }
+    }
+
+    /// Enters a key, in place of what was known of it.
+    pub fn put(&mut self, entry: Entry) {
+        self.entries.insert(entry.status.key.clone(), entry);
+        self.is_stale = true;
+    }
+
+    /// Shows the free keys too, or no more.
+    pub fn set_shows_free(&mut self, shows_free: bool) {
+        (self.shows_free, self.is_stale) = (shows_free, true);
+    }
+
+    /// Shows the keys that begin so.
+    pub fn set_filter(&mut self, filter: String) {
+        (self.filter, self.is_stale) = (filter, true);
+    }
+
+    /// Sorts otherwise.
+    pub fn set_sort(&mut self, column: Column, is_reversed: bool) {
+        (self.sort, self.is_reversed, self.is_stale) = (column, is_reversed, true);
+    }
+
+    /// The keys that are shown, in order.
+    pub fn order(&mut self) -> &[String] {
+        if std::mem::take(&mut self.is_stale) {
+            self.settle();
+        }
+        &self.order
+    }
+
+    fn settle(&mut self) {
+        let selected_at = self.selected_at();
+        let is_shown = |entry: &&Entry| entry.is_shown(self.shows_free) && entry.status.key.starts_with(&self.filter);
+        let mut shown: Vec<&Entry> = self.entries.values().filter(is_shown).collect();
+        shown.sort_by(|one, two| one.order(two, self.sort));
+        if self.is_reversed {
+            shown.reverse();
+        }
+        self.order = shown.iter().map(|entry| entry.status.key.clone()).collect();
+        self.totals = totals(self.entries.values().filter(|entry| entry.status.key.starts_with(&self.filter)));
+        // The one that takes the place of a key that is gone is selected.
+        if self.selected_at().is_none() {
+            let at = selected_at.unwrap_or(0).min(self.order.len().saturating_sub(1));
+            self.selected = self.order.get(at).cloned();
+        }
+    }
+
+    /// Counts of the keys that match the filter.
+    pub fn totals(&mut self) -> Totals {
+        self.order();
+        self.totals
+    }
+
+    /// Nothing is shown.
+    pub fn is_empty(&mut self) -> bool {
+        self.order().is_empty()
+    }
+
+    /// A key.
+    pub fn entry(&self, key: &str) -> Option<&Entry> {
+        self.entries.get(key)
+    }
+
+    /// Where the selected key is in the order.
+    pub fn selected_at(&self) -> Option<usize> {
+        let selected = self.selected.as_ref()?;
+        self.order.iter().position(|key| key == selected)
+    }
+
+    /// The selected key.
+    pub fn selected(&self) -> Option<&Entry> {
+        self.entries.get(self.selected.as_ref()?)
+    }
+
+    /// The attempt of which it is to be found out who has its handle, and how many wait for it: none where that is not
+    /// shown.
+    pub fn question(&self) -> Option<(String, u64, u64)> {
+        let Entry { status, .. } = self.selected().filter(|_| self.shows_details)?;
+        Some((status.key.clone(), status.epoch, status.waiters))
+    }
+
+    /// Who has the selected key's handle, a line each; none while that is being found out.
+    pub fn who(&self) -> Option<&[String]> {
+        let (key, lines) = self.who.as_ref()?;
+        (Some(key) == self.selected.as_ref()).then_some(lines)
+    }
+
+    /// Selects a key so many places on.
+    pub fn select(&mut self, by: isize) {
+        let last = self.order().len().saturating_sub(1);
+        let at = self.selected_at().unwrap_or(0).saturating_add_signed(by).min(last);
+        self.selected = self.order.get(at).cloned();
+    }
+}
+
+fn totals<'a>(entries: impl Iterator<Item = &'a Entry>) -> Totals {
+    let mut totals = Totals::default();
+    for Entry { status, .. } in entries {
+        totals.waiting += status.waiters;
+        match status.state.as_str() {
+            "held" | "reporting" => totals.held += 1,
+            "orphaned" => (totals.held, totals.orphaned) = (totals.held + 1, totals.orphaned + 1),
+            "shared" => totals.shared += 1,
+            "finished" => totals.finished += 1,
+            _ => {}
+        }
+    }
+    totals
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// A key held since `since` seconds after 1970, with TTL of an hour and so many in line since `waits`.
+    pub fn held(key: &str, pid: u32, since: u32, waits: &[u32]) -> Entry {
+        let at = |seconds: u32| leasefs::time::rfc3339(i64::from(seconds) * 1_000);
+        let line: Vec<_> = waits
+            .iter()
+            .map(|seconds| {
+                serde_json::json!({
+                    "pid": 9, "start_time": 1, "uid": 0, "command": "flock", "since": at(*seconds), "mode": "exclusive",
+                })
+            })
+            .collect();
+        let status = serde_json::json!({
+            "key": key, "state": "held", "epoch": 7, "since": at(since), "expires": at(since + 3_600),
+            "holder": { "pid": pid, "start_time": 1, "uid": 0, "gid": 0, "command": "make" },
+            "waiters": waits.len(), "line": line,
+        });
+        Entry::new(serde_json::from_value(status).expect("a status"), None)
+    }
+
+    pub fn model(entries: impl IntoIterator<Item = Entry>) -> Model {
+        let mut model = Model::new(Path::new("/mnt/leases"), String::new());
+        entries.into_iter().for_each(|entry| model.put(entry));
+        model
+    }
+
+    #[test]
+    fn each_column_sorts_by_what_it_shows() {
+        let mut model = model([held("a", 3, 30, &[]), held("b", 1, 10, &[50, 60]), held("c", 2, 20, &[40])]);
+        for (column, order) in [
+            (Column::Key, ["a", "b", "c"]),
+            (Column::Pid, ["b", "c", "a"]),
+            (Column::Age, ["b", "c", "a"]),
+            (Column::Ttl, ["b", "c", "a"]),
+            (Column::Line, ["b", "c", "a"]),
+            (Column::Wait, ["c", "b", "a"]),
+            (Column::Agent, ["a", "b", "c"]),
+        ] {
+            model.set_sort(column, false);
+            assert_eq!(model.order(), order, "{column:?}");
+            model.set_sort(column, true);
+            let mut turned = order;
+            turned.reverse();
+            assert_eq!(model.order(), turned, "{column:?}");
+        }
+    }
+
+    #[test]
+    fn the_selection_stays_with_its_key_and_passes_on_when_that_is_gone() {
+        let mut model = model([held("a", 1, 10, &[]), held("b", 2, 20, &[]), held("c", 3, 30, &[])]);
+        model.order();
+        model.select(1);
+        model.set_sort(Column::Age, true);
+        model.order();
+        assert_eq!(model.selected().map(|entry| entry.status.key.as_str()), Some("b"));
+        model.hear(News::Changed(vec![("b".to_owned(), None)]));
+        assert_eq!(model.order(), ["c", "a"]);
+        assert_eq!(model.selected().map(|entry| entry.status.key.as_str()), Some("a"));
+        model.select(isize::MIN);
+        assert_eq!(model.selected_at(), Some(0));
+        model.select(isize::MAX);
+        assert_eq!(model.selected_at(), Some(1));
+    }
+
+    #[test]
+    fn a_full_reading_drops_what_it_did_not_find() {
+        let mut model = model([held("a", 1, 10, &[]), held("team/b", 2, 20, &[40])]);
+        assert_eq!(model.totals(), Totals { held: 2, waiting: 1, ..Totals::default() });
+        model.hear(News::Loaded { keys: vec!["team/b".to_owned()], shut: 0 });
+        assert_eq!(model.order(), ["team/b"]);
+        model.set_filter("other".to_owned());
+        assert!(model.is_empty());
+    }
+}

@@ -1,0 +1,92 @@
+//! A lease that is not renewed, or lost: the command is ended in time, also when the runner is stopped.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::common::{Mount, assert_ok, wait_for};
+use crate::{Next, Run, send};
+
+/// Two processes deaf to TERM, one of them in a session of its own.
+const DEAF: &str = r#"
+trap '' TERM
+setsid sh -c 'echo $$ >>"$SEEN"; exec sleep 1000' &
+echo $$ >>"$SEEN"
+exec sleep 1000"#;
+
+#[test]
+fn a_runner_frozen_past_its_ttl_has_no_command_when_the_next_begins() {
+    let mount = Mount::new();
+    for round in 1..=8u64 {
+        let mut run = Run::script(&mount, &["--ttl", "1s"], DEAF, 2);
+        let next = Next::in_line(&mount, "job", &run.pids());
+        run.runner.signal("STOP");
+        assert_eq!(next.found_alive(), [0; 0], "round {round}");
+        let status = mount.status("job");
+        assert_eq!((status["epoch"].as_u64(), status["outcome"].as_str()), (Some(2 * round), Some("expired")));
+        run.runner.signal("CONT");
+        assert_eq!(run.code(), Some(75));
+    }
+    mount.verify();
+}
+
+#[test]
+fn the_command_gets_term_in_time_to_tidy_up() {
+    let mount = Mount::new();
+    // Two seconds: TERM is sent 400 ms before the end, KILL 200 ms before.
+    let tidy = r#"trap 'cat "$LEASEFS_ROOT/status/job" >"$SEEN.tidy"; exit' TERM; echo $$ >>"$SEEN"; while :; do sleep 0.01; done"#;
+    let mut run = Run::script(&mount, &["--ttl", "2s"], tidy, 1);
+    run.runner.signal("STOP");
+    wait_for("the command has tidied up", || run.living().is_empty());
+    let seen = std::fs::read_to_string(run.seen.with_extension("tidy")).expect("it has tidied up");
+    assert!(seen.contains(r#""state":"held""#), "the lease was still its own: {seen}");
+    run.runner.signal("CONT");
+    assert_eq!(run.code(), Some(75));
+    assert!(run.said().starts_with("leasefs: job: "));
+}
+
+#[test]
+fn a_runner_whose_tree_does_not_answer_has_no_command_when_the_next_begins() {
+    let mount = Mount::new();
+    let mut run = Run::script(&mount, &["--ttl", "1s"], DEAF, 2);
+    let next = Next::in_line(&mount, "job", &run.pids());
+    let server = mount.server_pid().expect("a server");
+    send(server, Signal::SIGSTOP);
+    wait_for("the command is dead", || run.living().is_empty());
+    send(server, Signal::SIGCONT);
+    assert_eq!(next.found_alive(), [0; 0]);
+    assert_eq!(run.code(), Some(75));
+}
+
+#[test]
+fn an_evicted_lease_is_noticed_although_the_runner_is_frozen() {
+    let mount = Mount::new();
+    let began = Instant::now();
+    let mut run = Run::script(&mount, &["-k", "0.2"], DEAF, 2);
+    run.runner.signal("STOP");
+    assert_ok(&mount.leasefs(&["evict", "job", "--epoch", "1"]));
+    wait_for("the command is dead", || run.living().is_empty());
+    assert!(began.elapsed() < Duration::from_secs(30), "the lease would last a day");
+    run.runner.signal("CONT");
+    assert_eq!(run.code(), Some(75));
+    let said = run.said();
+    assert!(said.starts_with("leasefs: job: epoch 1 lost its lease") && said.lines().count() == 1, "{said}");
+}
+
+#[test]
+fn kill_after_says_how_long_a_command_may_take_to_end() {
+    let mount = Mount::new();
+    for (secs, deaf) in [("0", true), ("1.5", true), ("60", false)] {
+        let trap = if deaf { "trap '' TERM" } else { "trap 'exit 0' TERM" };
+        let script = format!("{trap}; echo $$ >>\"$SEEN\"; while :; do sleep 0.01; done");
+        let mut run = Run::script(&mount, &["--kill-after", secs], &script, 1);
+        let began = Instant::now();
+        let epoch = mount.status("job")["epoch"].to_string();
+        assert_ok(&mount.leasefs(&["evict", "job", "--epoch", &epoch]));
+        assert_eq!(run.code(), Some(75));
+        let took = began.elapsed().as_secs_f64();
+        let least = if deaf { secs.parse().expect("secs") } else { 0.0 };
+        assert!((least..least + 20.0).contains(&took), "-k {secs}: {took} s");
+        assert_eq!(run.living(), [0; 0]);
+    }
+}

@@ -1,0 +1,93 @@
+//! `leasefs ls` as a table on a terminal and off one; progress of what takes long.
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::common::agent::{Agent, count};
+use crate::common::{Mount, assert_ok, stdout, wait_for};
+use crate::screen::Screen;
+
+fn heads(text: &str) -> Vec<&str> {
+    text.lines().next().unwrap_or_default().split_whitespace().collect()
+}
+
+#[test]
+fn agents_and_the_longest_wait_are_columns_where_there_are_any() {
+    let mount = Mount::new();
+    let (holder, waiter) = (Agent::new(), Agent::new());
+    let _fd = holder.create(&mount.claim("job")).expect("free");
+    let bare = stdout(&mount.leasefs(&["ls"]));
+    assert_eq!(heads(&bare), ["KEY", "STATE", "EPOCH", "HOLDER", "UID", "AGE", "TTL-LEFT", "WAITERS", "NOTE"]);
+    holder.set_xattr(&mount.claim("job"), "user.lease.agent", "planner 7").expect("the holder's user");
+    let handle = waiter.handle(&mount.claim("job"));
+    waiter.begin_flock(handle, libc::LOCK_EX);
+    mount.wait_status("job", "waited for", |status| count(status, "waiters") == 1);
+    let text = stdout(&mount.leasefs(&["ls"]));
+    assert_eq!(
+        heads(&text),
+        ["KEY", "STATE", "EPOCH", "HOLDER", "UID", "AGENT", "AGE", "TTL-LEFT", "WAITERS", "LONGEST", "NOTE"]
+    );
+    assert!(text.contains("planner 7"), "{text}");
+    assert!(!text.contains('\x1b'), "no colours in a pipe");
+}
+
+#[test]
+fn a_table_fits_the_terminal_and_is_coloured_there() {
+    let mount = Mount::new();
+    let holder = Agent::new();
+    let long = format!("team{}", "-and-so-on".repeat(20));
+    let fd = holder.create(&mount.claim(&long)).expect("free");
+    holder.write(fd, &"a long note. ".repeat(20)).expect("holder");
+    for columns in [80, 120] {
+        let screen = Screen::leasefs(&mount, (columns, 24), "ls");
+        assert_eq!(screen.ended(), 0);
+        let lines = screen.lines();
+        assert!(lines[1].contains('…') && lines[1].contains("held"), "{lines:#?}");
+        assert!(lines[2].starts_with("ended with"), "one line for a key: {lines:#?}");
+        assert!(lines[1].chars().count() <= columns as usize);
+        assert!(screen.coloured().contains("\x1b[32mheld"), "{:?}", screen.coloured());
+    }
+    let plain = Screen::run(&mount, (80, 24), &format!("NO_COLOR=1 {} ls", crate::common::LEASEFS));
+    assert_eq!(plain.ended(), 0);
+    assert!(!plain.coloured().contains("\x1b[32m"));
+    // A pipe gets everything.
+    let text = stdout(&mount.leasefs(&["ls"]));
+    assert!(text.contains(&long), "{text}");
+}
+
+#[test]
+fn what_takes_over_a_second_says_so_on_a_terminal() {
+    let mount = Mount::new();
+    let holder = Agent::new();
+    let _fd = holder.create(&mount.claim("job")).expect("free");
+    let server = Pid::from_raw(mount.server_pid().expect("a server"));
+    let screen = Screen::leasefs(&mount, (80, 24), "ls; true");
+    assert_eq!(screen.ended(), 0);
+    assert!(!screen.text().contains("waiting for the tree"), "what is quick says nothing");
+    drop(screen);
+    let gate = mount.scratch().join("gate");
+    let script = format!("until [ -e {} ]; do sleep 0.01; done; {} ls", gate.display(), crate::common::LEASEFS);
+    let screen = Screen::run(&mount, (80, 24), &script);
+    kill(server, Signal::SIGSTOP).expect("the server");
+    std::fs::write(&gate, "").expect("the gate");
+    screen.wait("progress", |lines| lines.iter().any(|line| line.contains("waiting for the tree: ")));
+    kill(server, Signal::SIGCONT).expect("the server");
+    assert_eq!(screen.ended(), 0);
+    let text = screen.text();
+    assert!(!text.contains("waiting for the tree") && text.contains("job"), "gone with the work: {text}");
+}
+
+#[test]
+fn verify_and_backup_say_nothing_of_progress_in_a_pipe() {
+    let mount = Mount::new();
+    let agent = Agent::new();
+    let fd = agent.create(&mount.claim("job")).expect("free");
+    agent.close(fd);
+    wait_for("free", || mount.state_of("job") == "free");
+    let dest = mount.scratch().join("backup");
+    for args in [vec!["verify"], vec!["backup", dest.to_str().expect("a path")]] {
+        let output = mount.leasefs(&args);
+        assert_ok(&output);
+        assert_eq!(crate::stderr(&output), "", "{args:?}");
+    }
+}

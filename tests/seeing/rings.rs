@@ -1,0 +1,129 @@
+//! Processes that wait for each other in a ring are told of wherever somebody looks.
+
+use libc::LOCK_EX;
+
+use crate::common::agent::{Agent, count};
+use crate::common::{Mount, assert_ok};
+use crate::stderr;
+
+/// Waits until so many are in line.
+fn wait_line(mount: &Mount, key: &str, length: u64) {
+    mount.wait_status(key, "the line", |status| count(status, "waiters") == length);
+}
+
+/// Agents of which each holds the key of its place and waits for that of the next.
+fn ring(mount: &Mount, keys: &[&str]) -> Vec<Agent> {
+    let agents: Vec<Agent> = keys.iter().map(|_| Agent::new()).collect();
+    for (agent, key) in agents.iter().zip(keys) {
+        agent.create(&mount.claim(key)).expect("free");
+    }
+    for (at, agent) in agents.iter().enumerate() {
+        let next = keys[(at + 1) % keys.len()];
+        let handle = agent.handle(&mount.claim(next));
+        agent.begin_flock(handle, LOCK_EX);
+        wait_line(mount, next, 1);
+    }
+    agents
+}
+
+/// What each command says of a key on stderr.
+fn told(mount: &Mount, key: &str) -> Vec<String> {
+    let commands: [&[&str]; 4] = [&["ls"], &["top", "--once"], &["who", key], &["status", key]];
+    let say = |args: &&[&str]| {
+        let output = mount.leasefs(args);
+        assert_ok(&output);
+        stderr(&output)
+    };
+    commands.iter().map(say).collect()
+}
+
+#[test]
+fn two_that_wait_for_each_other() {
+    let mount = Mount::new();
+    let agents = ring(&mount, &["a", "b"]);
+    let (one, other) = (agents[0].pid(), agents[1].pid());
+    for said in told(&mount, "a") {
+        let words = [
+            "leasefs: deadlock: ".to_owned(),
+            format!("pid {one} (python3), which has a, waits for b"),
+            format!("pid {other} (python3), which has b, waits for a"),
+            "`leasefs evict a --epoch 1`".to_owned(),
+        ];
+        assert!(words.iter().all(|word| said.contains(word)), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+    // What it says to do resolves it.
+    assert_ok(&mount.leasefs(&["evict", "a", "--epoch", "1"]));
+    agents[1].answer().expect("granted");
+    for said in told(&mount, "b") {
+        assert_eq!(said, "");
+    }
+}
+
+#[test]
+fn three_in_a_ring_below_a_namespace() {
+    let mount = Mount::new();
+    std::fs::create_dir(mount.claim("team")).expect("a namespace");
+    let agents = ring(&mount, &["team/a", "team/b", "c"]);
+    for said in told(&mount, "team/b") {
+        let order = ["which has c, waits for team/a", "has team/a, waits for team/b", "has team/b, waits for c"];
+        assert!(order.iter().all(|part| said.contains(part)), "{said}");
+    }
+    agents[0].kill();
+    wait_line(&mount, "team/b", 0);
+    for said in told(&mount, "team/b") {
+        assert_eq!(said, "", "no ring any more");
+    }
+}
+
+#[test]
+fn a_child_that_waits_for_its_parents_key() {
+    let mount = Mount::new();
+    let parent = Agent::new();
+    parent.create(&mount.claim("k")).expect("free");
+    let child = parent.fork();
+    let handle = child.handle(&mount.claim("k"));
+    child.begin_flock(handle, LOCK_EX);
+    wait_line(&mount, "k", 1);
+    for said in told(&mount, "k") {
+        assert!(
+            said.contains(&format!("deadlock: k of pid {} (python3) is waited for by itself", parent.pid())),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn a_child_with_an_inherited_handle_whose_claimer_is_gone() {
+    let mount = Mount::new();
+    let (claimer, other) = (Agent::new(), Agent::new());
+    claimer.create(&mount.claim("a")).expect("free");
+    let heir = claimer.fork();
+    claimer.kill();
+    other.create(&mount.claim("b")).expect("free");
+    let handle = heir.handle(&mount.claim("b"));
+    heir.begin_flock(handle, LOCK_EX);
+    wait_line(&mount, "b", 1);
+    let handle = other.handle(&mount.claim("a"));
+    other.begin_flock(handle, LOCK_EX);
+    wait_line(&mount, "a", 1);
+    for said in told(&mount, "a") {
+        assert!(said.contains("deadlock: ") && said.contains("has b, waits for a"), "{said}");
+    }
+}
+
+#[test]
+fn a_queue_is_no_ring() {
+    let mount = Mount::new();
+    let (first, second, third) = (Agent::new(), Agent::new(), Agent::new());
+    first.create(&mount.claim("a")).expect("free");
+    second.create(&mount.claim("b")).expect("free");
+    for (agent, key, length) in [(&second, "a", 1), (&third, "a", 2)] {
+        let handle = agent.handle(&mount.claim(key));
+        agent.begin_flock(handle, LOCK_EX);
+        wait_line(&mount, key, length);
+    }
+    for said in told(&mount, "a") {
+        assert_eq!(said, "");
+    }
+}

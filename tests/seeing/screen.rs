@@ -1,0 +1,99 @@
+//! A terminal of so many columns and lines, in tmux, gone with the value.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use crate::common::{LEASEFS, Mount, assert_ok, stdout, wait_for};
+
+/// What is shown once the program in the terminal has ended.
+const ENDED: &str = "ended with";
+
+pub struct Screen {
+    socket: PathBuf,
+}
+
+impl Screen {
+    /// Runs `leasefs` with the mount named in its environment.
+    pub fn leasefs(mount: &Mount, size: (u32, u32), args: &str) -> Screen {
+        Screen::run(mount, size, &format!("{LEASEFS} {args}"))
+    }
+
+    /// Runs a shell command; the screen stays when it ends.
+    pub fn run(mount: &Mount, (columns, lines): (u32, u32), command: &str) -> Screen {
+        let number = std::fs::read_dir(mount.scratch()).expect("the scratch directory").count();
+        let screen = Screen { socket: mount.scratch().join(format!("tmux{number}")) };
+        let command = format!("{command}; echo \"{ENDED} $?\"; exec sleep 1000");
+        let mut tmux = screen.tmux();
+        tmux.args(["new-session", "-d", "-x", &columns.to_string(), "-y", &lines.to_string(), &command]);
+        assert_ok(&tmux.env("LEASEFS_ROOT", mount.root()).output().expect("tmux runs"));
+        screen
+    }
+
+    fn tmux(&self) -> Command {
+        let mut tmux = Command::new("tmux");
+        // A terminal in UTF-8, with no settings of whoever runs the tests.
+        tmux.args(["-u", "-f", "/dev/null", "-S"]).arg(&self.socket);
+        tmux.env("LC_ALL", "C.UTF-8").env_remove("TMUX").env_remove("NO_COLOR").stdin(Stdio::null());
+        tmux
+    }
+
+    /// The lines on it, without the blanks at their ends.
+    pub fn lines(&self) -> Vec<String> {
+        let shown = self.tmux().args(["capture-pane", "-p"]).output().expect("tmux runs");
+        stdout(&shown).lines().map(|line| line.trim_end().to_owned()).collect()
+    }
+
+    /// The same as text.
+    pub fn text(&self) -> String {
+        self.lines().join("\n")
+    }
+
+    /// The same with the sequences that colour it.
+    pub fn coloured(&self) -> String {
+        stdout(&self.tmux().args(["capture-pane", "-p", "-e"]).output().expect("tmux runs"))
+    }
+
+    /// Presses keys, by the names that tmux has for them.
+    pub fn press(&self, keys: &[&str]) {
+        assert_ok(&self.tmux().arg("send-keys").args(keys).output().expect("tmux runs"));
+    }
+
+    /// Makes it as large as this.
+    pub fn resize(&self, columns: u32, lines: u32) {
+        let size = ["resize-window", "-x", &columns.to_string(), "-y", &lines.to_string()].map(str::to_owned);
+        assert_ok(&self.tmux().args(size).output().expect("tmux runs"));
+    }
+
+    /// Waits until what it shows satisfies the condition.
+    #[track_caller]
+    pub fn wait(&self, what: &str, mut condition: impl FnMut(&[String]) -> bool) -> Vec<String> {
+        let mut lines = Vec::new();
+        let came = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            wait_for(what, || {
+                lines = self.lines();
+                condition(&lines)
+            });
+        }));
+        assert!(came.is_ok(), "never shown: {what}:\n{}", lines.join("\n"));
+        lines
+    }
+
+    /// Waits for the program's end, and gives its exit code.
+    pub fn ended(&self) -> i32 {
+        let lines = self.wait("the end", |lines| lines.iter().any(|line| line.starts_with(ENDED)));
+        let line = lines.iter().find_map(|line| line.strip_prefix(ENDED)).expect("it ended");
+        line.trim().parse().expect("an exit code")
+    }
+
+    /// The pid of the shell that runs the program.
+    pub fn shell(&self) -> i32 {
+        let pid = self.tmux().args(["display-message", "-p", "#{pane_pid}"]).output().expect("tmux runs");
+        stdout(&pid).trim().parse().expect("a pid")
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        let _ = self.tmux().arg("kill-server").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    }
+}
