@@ -118,7 +118,7 @@ pub const HISTORY: Shape = Shape {
 
 /// `.leasefs/events`.
 pub const EVENTS: Shape = Shape {
-    title: ".leasefs/events",
+    title: ".leasefs/events, `leasefs watch --json`",
     about: "One object on one line for each event, from when the file was opened. A reader sees events of keys it may \
             see. `leasefs watch --json` prints the same.",
     fields: &[
@@ -249,10 +249,10 @@ pub const CLAIM: Shape = Shape {
     fields: &[
         Field("key", "string", "the key"),
         Field("epoch", "number", "the attempt's number"),
-        Field("result", "string", "the path that takes its result"),
-        Field("holder_pid", "number", "the process that holds the key"),
+        Field("result", "string", "the file that takes its result"),
+        Field("holder_pid", "number", "the process that holds it"),
         Field("agent", "string?", "the agent's name"),
-        Field("expires", "time?", "end of its TTL, unless it is renewed"),
+        Field("expires", "time?", "end of its TTL"),
     ],
 };
 
