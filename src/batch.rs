@@ -250,6 +250,13 @@ impl Waiting {
         Some((done, since_ns))
     }
 
+    /// It waits for longer than since it was inserted; gives its key.
+    pub fn waits_since(&mut self, id: WaiterId, since_ns: u64) -> Option<KeyId> {
+        let pending = self.pending.get_mut(&id)?;
+        pending.since_ns = since_ns;
+        Some(pending.key)
+    }
+
     pub fn key(&self, id: WaiterId) -> Option<KeyId> {
         self.pending.get(&id).map(|pending| pending.key)
     }
