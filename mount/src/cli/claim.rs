@@ -39,11 +39,10 @@ const GRACE: Duration = Duration::from_secs(120);
 #[command(after_help = "\
 Prints the epoch on the first line, the path that takes this attempt's result on the second, and ends; a small process
 (`leasefs hold`) goes on holding the key until
-
-  the process given with --for has ended, however it ended; or
-  no process has TEXT of --sentinel in its command line, after --grace; or
-  `leasefs release`, `complete` or `abandon`; or
-  the TTL is over. Only with --for or --sentinel is the lease renewed meanwhile; without, `leasefs renew` does.
+- the process given with --for has ended, however it ended; or
+- no process has TEXT of --sentinel in its command line, after --grace; or
+- `leasefs release`, `complete` or `abandon`; or
+- the TTL is over. Only with --for or --sentinel is the lease renewed meanwhile; without, `leasefs renew` does.
 
 Later steps name the attempt by its epoch: `leasefs complete KEY --epoch N <result`. Claiming again as the same agent
 (same uid and --agent) while it holds renews, with the same epoch: agents that must exclude each other need names of

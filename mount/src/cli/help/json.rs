@@ -120,7 +120,7 @@ pub const HISTORY: Shape = Shape {
 pub const EVENTS: Shape = Shape {
     title: ".leasefs/events, `leasefs watch --json`",
     about: "One object on one line for each event, from when the file was opened. A reader sees events of keys it may \
-            see.",
+            see. `leasefs watch --json` prints the same.",
     fields: &[
         Field("seq", "[number]", "the event's number"),
         Field("time", "[time]", "when"),
