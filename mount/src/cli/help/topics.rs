@@ -73,7 +73,7 @@ pub fn metrics() -> Page {
     for line in shown.lines() {
         if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
             // Said once, above.
-            page.entry(name, &help.replace(", since this server started", ""));
+            page.entry(name, help.replace(", since this server started", ""));
         }
     }
     page
