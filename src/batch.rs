@@ -250,6 +250,13 @@ impl Waiting {
         Some((done, since_ns))
     }
 
+    /// It waits since another time, by `CLOCK_BOOTTIME` in nanoseconds, than it was put here.
+    pub fn set_since(&mut self, id: WaiterId, since_ns: u64) {
+        if let Some(pending) = self.pending.get_mut(&id) {
+            pending.since_ns = since_ns;
+        }
+    }
+
     pub fn key(&self, id: WaiterId) -> Option<KeyId> {
         self.pending.get(&id).map(|pending| pending.key)
     }

@@ -128,6 +128,8 @@ struct Inner {
     commits: u64,
     events: Events,
     metrics: Metrics,
+    /// Empty: for the memory it has.
+    details: Vec<(Epoch, Detail)>,
     changed: Vec<KeyId>,
     watched: bool,
     memory: Box<dyn Memory>,
@@ -271,6 +273,7 @@ impl Engine {
     pub fn waits_since(&self, waiter: WaiterId, since: Now) {
         let mut inner = self.inner.lock();
         let Some(key) = inner.waiting.key(waiter) else { return };
+        inner.waiting.set_since(waiter, since.boot_ns);
         let line = inner.keys.get_mut(&key).map(|entry| entry.state.line.iter_mut());
         if let Some(waits) = line.into_iter().flatten().find(|waits| waits.id == waiter) {
             waits.since = since;
