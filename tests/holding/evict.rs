@@ -64,11 +64,8 @@ fn an_order_is_one_object_and_nothing_else() {
         holder.create(&mount.claim(key)).expect("free key");
     }
     let [a, b] = ["a", "b"].map(|key| evict(key, 1));
-    let padded = format!("{}{}", evict("a", 1), " ".repeat(1 << 21));
-    for order in
-        [format!("{a}{b}"), format!("{a}\n{b}\n"), format!("{a} x"), a[..9].to_owned(), String::from("[]"), padded]
-    {
-        assert_eq!(control(&mount, &holder, &order), Err(Errno::EINVAL), "{}", &order[..order.len().min(80)]);
+    for order in [format!("{a}{b}"), format!("{a}\n{b}\n"), format!("{a} x"), a[..9].to_owned(), String::from("[]")] {
+        assert_eq!(control(&mount, &holder, &order), Err(Errno::EINVAL), "{order}");
     }
     assert!(["a", "b"].iter().all(|key| mount.status(key)["state"] == "held"));
     mount.verify();
