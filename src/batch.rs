@@ -250,11 +250,11 @@ impl Waiting {
         Some((done, since_ns))
     }
 
-    /// It waits since another time, by `CLOCK_BOOTTIME` in nanoseconds, than it was put here.
-    pub fn set_since(&mut self, id: WaiterId, since_ns: u64) {
-        if let Some(pending) = self.pending.get_mut(&id) {
-            pending.since_ns = since_ns;
-        }
+    /// It waits for longer than since it was inserted; gives its key.
+    pub fn waits_since(&mut self, id: WaiterId, since_ns: u64) -> Option<KeyId> {
+        let pending = self.pending.get_mut(&id)?;
+        pending.since_ns = since_ns;
+        Some(pending.key)
     }
 
     pub fn key(&self, id: WaiterId) -> Option<KeyId> {

@@ -272,8 +272,7 @@ impl Engine {
     /// A request in line waits for longer than since it was submitted: another server was asked first.
     pub fn waits_since(&self, waiter: WaiterId, since: Now) {
         let mut inner = self.inner.lock();
-        let Some(key) = inner.waiting.key(waiter) else { return };
-        inner.waiting.set_since(waiter, since.boot_ns);
+        let Some(key) = inner.waiting.waits_since(waiter, since.boot_ns) else { return };
         let line = inner.keys.get_mut(&key).map(|entry| entry.state.line.iter_mut());
         if let Some(waits) = line.into_iter().flatten().find(|waits| waits.id == waiter) {
             waits.since = since;

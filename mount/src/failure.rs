@@ -250,7 +250,7 @@ pub const SYMPTOMS: Section = Section {
         },
         Row {
             what: "a key stays held though its process is gone",
-            cure: "a child inherited the handle: start children with `9>&-`. `leasefs ls` shows who claimed it, \
+            cure: "a child inherited the handle: start children with `9>&-`. `leasefs who KEY` shows who has it, \
                    `leasefs evict` ends it",
         },
         Row {

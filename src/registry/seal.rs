@@ -37,12 +37,7 @@ impl Seal {
             let before: String =
                 connection.pragma_query_value(None, "synchronous", |row| Ok(row.get::<_, i64>(0)?.to_string()))?;
             connection.pragma_update(None, "synchronous", "FULL")?;
-            let raised = connection.query_row(
-                "INSERT INTO meta(name, value) VALUES ('seal', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1 \
-                 RETURNING value",
-                [],
-                |row| row.get(0),
-            );
+            let raised = raise_in(connection);
             connection.execute_batch(&format!("PRAGMA synchronous = {before}"))?;
             raised
         };
@@ -106,6 +101,19 @@ impl Seal {
     }
 }
 
+/// The number after this one, once it is in the registry. It is told before that: only the end of the statement commits, and
+/// on a full disk it fails.
+fn raise_in(connection: &Connection) -> Result<u64, rusqlite::Error> {
+    let mut raise = connection.prepare(
+        "INSERT INTO meta(name, value) VALUES ('seal', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1 \
+         RETURNING value",
+    )?;
+    let mut rows = raise.query([])?;
+    let number = rows.next()?.ok_or(rusqlite::Error::QueryReturnedNoRows)?.get(0)?;
+    while rows.next()?.is_some() {}
+    Ok(number)
+}
+
 fn log_of(registry: &Path) -> PathBuf {
     let mut path = registry.as_os_str().to_owned();
     path.push("-wal");
@@ -138,4 +146,30 @@ fn is_log(path: &Path) -> io::Result<bool> {
         second = second.wrapping_add(word(at + 4, big)).wrapping_add(first);
     }
     Ok((first, second) == (word(24, true), word(28, true)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_whose_commit_fails_is_not_in_the_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (seal, path) = (Seal::of(dir.path()), dir.path().join("registry.db"));
+        let db = Connection::open(&path).expect("a database");
+        db.execute_batch("CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID").expect("SQL");
+        seal.advance(&db).expect("it can be written");
+        // What refuses the commit and not the statement before it, as a full disk does.
+        db.execute_batch(
+            "PRAGMA foreign_keys = ON; CREATE TABLE parent(id INTEGER PRIMARY KEY); \
+             CREATE TABLE child(id REFERENCES parent DEFERRABLE INITIALLY DEFERRED); \
+             CREATE TRIGGER fails AFTER UPDATE ON meta BEGIN INSERT INTO child VALUES (7); END",
+        )
+        .expect("SQL");
+        seal.advance(&db).expect_err("the commit fails");
+        seal.check(&db, &path).expect("the registry is as new as the file says");
+        db.execute_batch("DROP TRIGGER fails").expect("SQL");
+        seal.advance(&db).expect("it can be written again");
+        assert_eq!(fs::read_to_string(dir.path().join(FILE)).expect("a number").trim(), format!("{:020}", 2));
+    }
 }

@@ -53,6 +53,10 @@ fn the_line_is_told_in_order_with_who_waits_for_what_and_since_when() {
         let (before, after) = (millis(&line[at], "since"), millis(&again[at], "since"));
         assert!((before - after).abs() < 50, "it waits since {before}, not since {after}");
     }
+    // So does whoever reads the metrics.
+    let metrics = fs::read_to_string(mount.root().join(".leasefs/metrics")).expect("metrics");
+    let longest = metrics.lines().find_map(|line| line.strip_prefix("leasefs_oldest_wait_seconds ")).expect("a gauge");
+    assert!(longest.parse::<f64>().expect("seconds") >= 0.3, "{longest}");
     waiters[0].kill();
     mount.wait_status("k", "one less", |status| count(status, "waiters") == 2);
     assert_eq!(mount.status("k")["line"][0]["pid"], waiters[1].pid());

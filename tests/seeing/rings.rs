@@ -1,9 +1,11 @@
 //! Processes that wait for each other in a ring are told of wherever somebody looks.
 
+use std::fs::{self, File};
+
 use libc::LOCK_EX;
 
 use crate::common::agent::{Agent, count};
-use crate::common::{Mount, assert_ok};
+use crate::common::{Background, LEASEFS, Mount, assert_ok, wait_for};
 use crate::stderr;
 
 /// Waits until so many are in line.
@@ -110,6 +112,48 @@ fn a_child_with_an_inherited_handle_whose_claimer_is_gone() {
     for said in told(&mount, "a") {
         assert!(said.contains("deadlock: ") && said.contains("has b, waits for a"), "{said}");
     }
+}
+
+/// Agents hold by way of a process of their own, which lets go when they end.
+#[test]
+fn two_agents_for_whom_keys_are_held() {
+    let mount = Mount::new();
+    let agents = [Agent::new(), Agent::new()];
+    let keys = ["a", "b"];
+    for (agent, key) in agents.iter().zip(keys) {
+        let pid = agent.pid().to_string();
+        assert_ok(&mount.leasefs(&["claim", key, "--agent", &format!("agent-{key}"), "--for", &pid]));
+    }
+    for (agent, key) in agents.iter().zip(["b", "a"]) {
+        let handle = agent.handle(&mount.claim(key));
+        agent.begin_flock(handle, LOCK_EX);
+        wait_line(&mount, key, 1);
+    }
+    for said in told(&mount, "a") {
+        assert!(said.contains("(leasefs), which has a, waits for b") && said.lines().count() == 1, "{said}");
+    }
+    agents[0].kill();
+    agents[1].answer().expect("granted");
+    for said in told(&mount, "a") {
+        assert_eq!(said, "");
+    }
+}
+
+#[test]
+fn a_run_that_waits_for_the_key_it_runs_under_says_so() {
+    let mount = Mount::new();
+    let errors = mount.scratch().join("errors");
+    let mut command = mount.command(LEASEFS);
+    command.args(["run", "k", "--", LEASEFS, "run", "k", "--", "true"]);
+    command.stderr(File::create(&errors).expect("a file"));
+    let mut run = Background(command.spawn().expect("leasefs runs"));
+    wait_for("the warning", || {
+        let said = fs::read_to_string(&errors).expect("text");
+        said.contains("leasefs: deadlock: k of pid ") && said.contains("is waited for by itself")
+    });
+    run.signal("TERM");
+    run.wait();
+    mount.wait_status("k", "free", |status| status["state"] == "free");
 }
 
 #[test]

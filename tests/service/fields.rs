@@ -91,6 +91,10 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let sharing = mount.spawn_bash("exec flock -s $M/claims/held true");
     mount.wait_status("held", "two wait", |status| status["waiters"] == 2);
     look(&mount, "held", "held");
+    let who = mount.leasefs(&["who", "held", "--json"]);
+    assert_ok(&who);
+    let who: Value = serde_json::from_slice(&who.stdout).expect("JSON");
+    assert_eq!(shown([&who]), documented("leasefs who --json").0, "{who}");
     drop((waiting, sharing));
     mount.wait_status("held", "nobody waits", |status| status["waiters"] == 0);
     assert_ok(&mount.leasefs(&["evict", "held", "--epoch", "1", "--reason", "test"]));
@@ -138,7 +142,7 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let mut events = events;
     let text = std::io::read_to_string(events.0.stdout.take().expect("stdout")).expect("text");
     let events: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    let (mut all, _) = documented(".leasefs/events");
+    let (mut all, _) = documented(".leasefs/events, leasefs watch --json");
     assert!(all.remove("missed"), "only a gap has it");
     assert_eq!(shown(&events), all, "events");
     let help = stdout(&Command::new(LEASEFS).args(["help", "json"]).output().expect("leasefs runs"));
@@ -162,6 +166,16 @@ fn the_settings_and_the_reports_of_commands_have_the_documented_fields_and_no_ot
 
     let agent = Agent::new();
     let fd = agent.create(&mount.claim("k")).expect("free key");
+    for (words, title) in
+        [("who k --json", "leasefs who --json"), ("claim other --ttl 1h --json", "leasefs claim --json")]
+    {
+        let output = mount.leasefs(&words.split(' ').collect::<Vec<_>>());
+        assert_ok(&output);
+        let told: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{words}: {e}: {output:?}"));
+        assert_eq!(shown([&told]), documented(title).0, "{words}");
+    }
+    assert_ok(&mount.leasefs(&["release", "other"]));
+    mount.wait_status("other", "given back", |status| status["state"] == "free");
     agent.close(fd);
     drop(agent);
     let verify = || {

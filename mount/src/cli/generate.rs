@@ -18,6 +18,9 @@ use super::{Cli, mount_helper};
 /// The manual all pages are of.
 const MANUAL: &str = "leasefs manual";
 
+/// The longest line that fits into a page of 80 columns as it is.
+const CODE_WIDTH: usize = 68;
+
 /// Where to.
 #[derive(clap::Args)]
 pub struct Args {
@@ -84,6 +87,36 @@ fn part(render: impl FnOnce(&mut Vec<u8>) -> std::io::Result<()>) -> Result<Stri
     Ok(text.strip_prefix(&preamble).map(str::to_owned).unwrap_or(text))
 }
 
+/// How a command is called, as its help says: with what its arguments stand for, and without a list of its options.
+fn synopsis(command: &Command) -> String {
+    let usage = command.clone().render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage: ").trim();
+    let name = command.get_bin_name().unwrap_or_else(|| command.get_name()).to_owned();
+    let mut roff = Roff::new();
+    roff.control("SH", ["SYNOPSIS"]);
+    for (at, form) in usage.lines().map(str::trim).enumerate() {
+        if at > 0 {
+            roff.control("br", []);
+        }
+        match form.strip_prefix(&name) {
+            Some(rest) => roff.text([bold(&name), roman(rest)]),
+            None => roff.text([roman(form)]),
+        };
+    }
+    roff.to_roff()
+}
+
+/// A command's options; words in backticks are bold, as in the rest of a page.
+fn options(man: &Man) -> Result<String> {
+    let text = part(|to| man.render_options_section(to))?;
+    let pieces = text.split('`').enumerate();
+    Ok(pieces.fold(String::with_capacity(text.len()), |text, (at, piece)| match at {
+        0 => text + piece,
+        at if at % 2 == 1 => text + "\\fB" + piece,
+        _ => text + "\\fR" + piece,
+    }))
+}
+
 fn section(title: &str, page: &Page) -> String {
     let mut roff = Roff::new();
     roff.control("SH", [title]);
@@ -126,6 +159,12 @@ fn notes(text: &str) -> Page {
                     page.entry(term, meaning.trim());
                 }
             }
+            // What would not fit as it is, is a list of sentences.
+            None if code.lines().any(|line| line.len() > CODE_WIDTH) => {
+                for line in code.lines() {
+                    page.entry("\u{2022}", line.trim());
+                }
+            }
             None => {
                 page.code(code);
             }
@@ -138,7 +177,7 @@ fn main_page(root: &Command) -> Result<String> {
     let man = Man::new(root.clone());
     let mut text = title("leasefs", 1);
     text += &part(|to| man.render_name_section(to))?;
-    text += &part(|to| man.render_synopsis_section(to))?;
+    text += &synopsis(root);
     text += &section("DESCRIPTION", &description());
     let mut commands = Page::default();
     for command in visible(root) {
@@ -147,7 +186,7 @@ fn main_page(root: &Command) -> Result<String> {
     }
     commands.0.extend(notes(&exits::split(root).0).0);
     text += &section("COMMANDS", &commands);
-    text += &part(|to| man.render_options_section(to))?;
+    text += &options(&man)?;
     text += &section("EXIT STATUS", &exits::page(root));
     text += &section("FILES", &topics::files());
     text += &section("ENVIRONMENT", &topics::environment());
@@ -163,7 +202,7 @@ fn command_page(root: &Command, command: &Command) -> Result<String> {
     let man = Man::new(command.clone());
     let mut text = title(&format!("leasefs-{}", command.get_name()), 1);
     text += &part(|to| man.render_name_section(to))?;
-    text += &part(|to| man.render_synopsis_section(to))?;
+    text += &synopsis(command);
     let (said, codes) = exits::split(command);
     let mut about = Page::default();
     if let Some(long) = command.get_long_about().or(command.get_about()) {
@@ -171,7 +210,7 @@ fn command_page(root: &Command, command: &Command) -> Result<String> {
     }
     about.0.extend(notes(&said).0);
     text += &section("DESCRIPTION", &about);
-    text += &part(|to| man.render_options_section(to))?;
+    text += &options(&man)?;
     let mut exit = Page::default();
     for (code, meaning) in codes {
         exit.entry(code, meaning);
@@ -250,6 +289,8 @@ mod tests {
             page::Block::Code("  f g\n    h  i\n".into()),
         ];
         assert_eq!(page.0, expected);
+        let long = format!("  short\n  {}", "long ".repeat(20));
+        assert!(notes(&long).0.iter().all(|block| matches!(block, page::Block::Entry(mark, _) if mark == "\u{2022}")));
     }
 
     #[test]

@@ -118,7 +118,7 @@ pub const HISTORY: Shape = Shape {
 
 /// `.leasefs/events`.
 pub const EVENTS: Shape = Shape {
-    title: ".leasefs/events",
+    title: ".leasefs/events, `leasefs watch --json`",
     about: "One object on one line for each event, from when the file was opened. A reader sees events of keys it may \
             see.",
     fields: &[
@@ -242,6 +242,20 @@ pub const WHO: Shape = Shape {
     ],
 };
 
+/// `leasefs claim --json`.
+pub const CLAIM: Shape = Shape {
+    title: "`leasefs claim --json`",
+    about: "One object.",
+    fields: &[
+        Field("key", "string", "the key"),
+        Field("epoch", "number", "the attempt's number"),
+        Field("result", "string", "the file that takes its result"),
+        Field("holder_pid", "number", "the process that holds it"),
+        Field("agent", "string?", "the agent's name"),
+        Field("expires", "time?", "end of its TTL"),
+    ],
+};
+
 /// All that is written to `.leasefs/control`.
 pub const ORDERS: Shape = Shape {
     title: ".leasefs/control",
@@ -262,7 +276,7 @@ pub const ORDERS: Shape = Shape {
 };
 
 /// All of them.
-pub const SHAPES: &[&Shape] = &[&STATUS, &HISTORY, &EVENTS, &CONFIG, &VERIFY, &DOCTOR, &PRUNE, &WHO, &ORDERS];
+pub const SHAPES: &[&Shape] = &[&STATUS, &HISTORY, &EVENTS, &CONFIG, &VERIFY, &DOCTOR, &PRUNE, &WHO, &CLAIM, &ORDERS];
 
 /// The page.
 pub fn page() -> Page {

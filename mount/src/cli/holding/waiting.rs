@@ -1,7 +1,8 @@
 //! What a wait in line says of itself: who is in the way, for how long, and what place in line this process has.
 //!
 //! To a terminal in one line that is kept up to date and taken away when the wait is over; to anything else in lines
-//! further and further apart. Nothing is said of a wait that is over within a second.
+//! further and further apart. Nothing is said of a wait that is over within a second. Where it is part of a ring of
+//! processes that wait for each other, that is said once.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
@@ -10,6 +11,7 @@ use leasefs::Key;
 use nix::unistd::getpgrp;
 
 use crate::cli::complain;
+use crate::cli::deadlock;
 use crate::cli::tree::{Status, Tree};
 
 /// When it is said where there is no terminal, counted from the beginning; from then on at each multiple of the last.
@@ -17,6 +19,8 @@ const TIMES: [Duration; 4] =
     [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60), Duration::from_secs(600)];
 /// How often a terminal's line is brought up to date.
 const TICK: Duration = Duration::from_secs(1);
+/// Between two looks for a ring, at least.
+const RING_EVERY: Duration = Duration::from_secs(5);
 
 /// A wait that is told of.
 pub struct Mention<'a> {
@@ -26,12 +30,15 @@ pub struct Mention<'a> {
     next: Duration,
     /// There is a line on the terminal.
     shown: bool,
+    /// The ring that was told of.
+    ring: Option<String>,
+    look_for_ring_at: Duration,
 }
 
 impl<'a> Mention<'a> {
     /// Of a wait that begins now, on `CLOCK_BOOTTIME`.
     pub fn new(tree: &'a Tree, key: &'a Key, now: Duration) -> Mention<'a> {
-        Mention { tree, key, began: now, next: now + TICK, shown: false }
+        Mention { tree, key, began: now, next: now + TICK, shown: false, ring: None, look_for_ring_at: now }
     }
 
     /// When there is something to say next, on `CLOCK_BOOTTIME`.
@@ -46,6 +53,7 @@ impl<'a> Mention<'a> {
         }
         let columns = columns();
         self.next = self.began + next_time(now.saturating_sub(self.began), columns.is_some());
+        self.warn_of_ring(now);
         let Ok(Some(status)) = self.tree.status(self.key) else { return };
         let text = sentence(self.key, &status, std::process::id());
         match columns {
@@ -57,13 +65,33 @@ impl<'a> Mention<'a> {
             None => complain(text),
         }
     }
+
+    fn warn_of_ring(&mut self, now: Duration) {
+        if now < self.look_for_ring_at {
+            return;
+        }
+        self.look_for_ring_at = now + RING_EVERY;
+        let ring = deadlock::ring_through(self.tree, self.key);
+        if ring == self.ring {
+            return;
+        }
+        if let Some(ring) = &ring {
+            self.clear();
+            complain(ring);
+        }
+        self.ring = ring;
+    }
+
+    fn clear(&mut self) {
+        if std::mem::take(&mut self.shown) {
+            let _ = write!(io::stderr(), "\r\x1b[K");
+        }
+    }
 }
 
 impl Drop for Mention<'_> {
     fn drop(&mut self) {
-        if self.shown {
-            let _ = write!(io::stderr(), "\r\x1b[K");
-        }
+        self.clear();
     }
 }
 

@@ -55,8 +55,8 @@ pub struct Args {
     /// Also keys that are free
     #[arg(short, long)]
     pub all: bool,
-    /// Sort by this
-    #[arg(long, value_enum, default_value_t = Column::Age, value_name = "COLUMN")]
+    /// Sort by key, state, epoch, pid, command, container, agent, age, ttl, line or wait
+    #[arg(long, value_enum, default_value_t = Column::Age, value_name = "COLUMN", hide_possible_values = true)]
     pub sort: Column,
     /// Turn the order round
     #[arg(short, long)]

@@ -268,11 +268,12 @@ impl Model {
                 self.trouble = None;
                 for (key, entry) in changes {
                     match entry {
+                        // Most of what is read again is as it was, and putting all in order is work.
+                        Some(entry) if self.is_known(&entry) => {}
                         Some(entry) => self.put(entry),
-                        None => drop(self.entries.remove(&key)),
+                        None => self.is_stale |= self.entries.remove(&key).is_some(),
                     }
                 }
-                self.is_stale = true;
             }
             News::Loaded { keys, shut } => {
                 let keys: HashSet<String> = keys.into_iter().collect();
@@ -283,6 +284,11 @@ impl Model {
             News::Who(key, lines) => self.who = Some((key, lines)),
             News::Trouble(trouble) => self.trouble = Some(trouble),
         }
+    }
+
+    fn is_known(&self, entry: &Entry) -> bool {
+        let known = self.entries.get(&entry.status.key);
+        known.is_some_and(|known| known.status.json == entry.status.json && known.container == entry.container)
     }
 
     /// Enters a key, in place of what was known of it.
