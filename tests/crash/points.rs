@@ -11,7 +11,7 @@ use rusqlite::{Connection, OpenFlags};
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd};
-use crate::common::{Mount, wait_for};
+use crate::common::{Mount, assert_ok, wait_for};
 use crate::killer::{kill_once, kill_twice};
 
 /// A mount whose servers die at the place named in a file.
@@ -166,6 +166,30 @@ fn without_resend_a_single_claim_cut_off_is_made_again() {
             place.mount.wait_status("k", "free", |status| status["state"] == "free");
             assert_eq!(place.attempts("k").len(), 1, "{point}, {form}");
             drop(agent);
+            place.settle(&["k"]);
+        }
+    }
+}
+
+/// Whoever gave an order cannot know whether it was carried out, and does not have to: the command finds out.
+#[test]
+fn without_resend_an_order_that_was_cut_off_is_given_again() {
+    for point in ["before-commit", "after-commit"] {
+        for (order, outcome) in [(&["release", "k"][..], "released"), (&["evict", "k"], "evicted")] {
+            let place = Place::new(&["--no-resend"]);
+            let (holder, next) = (Agent::new(), Agent::new());
+            holder.create(&place.mount.claim("k")).expect("free key");
+            let handle = next.handle(&place.mount.claim("k"));
+            next.begin_flock(handle, libc::LOCK_EX);
+            place.mount.wait_status("k", "in line", |status| status["waiters"] == 1);
+            place.arm(point);
+            assert_ok(&place.mount.leasefs(&[order, &["--epoch", "1"]].concat()));
+            place.reached(point);
+            next.answer().expect("granted");
+            assert_eq!(next.epoch(handle), Ok(2), "{point}, {order:?}");
+            let ended = (1, Some(outcome.to_owned()));
+            assert_eq!(place.attempts("k"), [ended, (2, None)], "{point}, {order:?}");
+            drop((holder, next));
             place.settle(&["k"]);
         }
     }
