@@ -45,16 +45,19 @@ fn the_kernels_reason_is_told_where_it_is_not_permissions() {
     use std::os::unix::fs::PermissionsExt;
     let mount = Mount::new();
     let script = mount.scratch().join("script");
-    std::fs::write(&script, "echo no interpreter is named\n").expect("script");
+    std::fs::write(&script, "#!/bin/sh\n").expect("script");
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    // Nothing is executed that somebody is writing.
+    let writing = std::fs::OpenOptions::new().append(true).open(&script).expect("script");
     let script = script.to_str().expect("path");
     for command in [&["run", "job", "--", script][..], &["claim", "job", "--handoff", "--", script]] {
         let output = mount.leasefs(command);
         assert_eq!(output.status.code(), Some(126));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(said.ends_with("script: cannot be executed: Exec format error\n"), "{said}");
+        assert!(said.ends_with("script: cannot be executed: Text file busy\n"), "{said}");
         assert_eq!(mount.state_of("job"), "free");
     }
+    drop(writing);
 }
 
 #[test]
