@@ -31,7 +31,7 @@ mod tree;
 use std::io;
 use std::path::PathBuf;
 
-pub use lease::Lease;
+pub use lease::{Lease, epoch_of};
 pub use result::ResultWriter;
 pub use tree::Tree;
 

@@ -190,8 +190,12 @@ impl AsFd for Lease {
     }
 }
 
-/// The first line of the record; from one's own handle it is never another attempt's (contract §4).
-fn epoch_of(handle: &File) -> io::Result<u64> {
+/// The epoch that an open `claims/KEY` tells: the first line of its record. From one's own handle it is never another
+/// attempt's (contract §4).
+///
+/// # Errors
+/// Those of `read(2)`: `ESTALE` once the handle lost its lease.
+pub fn epoch_of(handle: &File) -> io::Result<u64> {
     let mut record = [0; 32];
     let length = handle.read_at(&mut record, 0)?;
     let line = record[..length].split(|byte| *byte == b'\n').next().unwrap_or_default();

@@ -9,6 +9,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 
 use crate::common::agent::has_ended;
+pub use crate::common::assert_refused;
 use crate::common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// A mount, and shells that know it. Holder processes that a failed test leaves are ended with it.
@@ -123,17 +124,6 @@ fn with_a_shell(script: &str) -> String {
 pub fn epoch(output: &Output) -> u64 {
     let text = stdout(output);
     text.lines().next().and_then(|line| line.parse().ok()).unwrap_or_else(|| panic!("no epoch first: {text:?}"))
-}
-
-/// Asserts the exit code and that stderr is one line with these words.
-#[track_caller]
-pub fn assert_refused(output: &Output, code: i32, words: &[&str]) {
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "stderr: {said}");
-    assert!(said.starts_with("leasefs: ") && said.trim_end().lines().count() == 1, "not one line: {said}");
-    for word in words {
-        assert!(said.contains(word), "`{word}` is missing in: {said}");
-    }
 }
 
 /// Sends a signal to a process.

@@ -13,12 +13,9 @@ mod wait;
 
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 
-use common::{Background, LEASEFS, Mount};
-
-/// A uid that is neither root nor the mount's owner.
-const STRANGER: u32 = 65_534;
+use common::{Background, LEASEFS, Mount, STRANGER, as_stranger, assert_refused, stderr};
 
 /// Holds a key by exclusive create, as long as the file lives.
 ///
@@ -69,27 +66,6 @@ fn start(mount: &Mount, args: &[&str]) -> Background {
     let mut command = mount.command(LEASEFS);
     command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
     Background(command.spawn().expect("leasefs starts"))
-}
-
-/// Runs `leasefs` as a stranger.
-fn as_stranger(mount: &Mount, args: &[&str]) -> Output {
-    use std::os::unix::process::CommandExt;
-    mount.command(LEASEFS).args(args).uid(STRANGER).gid(STRANGER).output().expect("leasefs runs")
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// Asserts the exit code and that stderr is one line `leasefs: …` that has the words in it.
-#[track_caller]
-fn assert_refused(output: &Output, code: i32, words: &[&str]) {
-    let said = stderr(output);
-    assert_eq!(output.status.code(), Some(code), "stderr: {said}");
-    assert!(said.starts_with("leasefs: ") && said.trim_end().lines().count() == 1, "not one line: {said}");
-    for word in words {
-        assert!(said.contains(word), "`{word}` is missing in: {said}");
-    }
 }
 
 /// What a background command has printed on stdout, after its end.

@@ -308,6 +308,31 @@ pub fn assert_ok(output: &Output) {
     );
 }
 
+/// Standard error as text.
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Asserts the exit code and that standard error is one line `leasefs: …` that has the words in it.
+#[track_caller]
+pub fn assert_refused(output: &Output, code: i32, words: &[&str]) {
+    let said = stderr(output);
+    assert_eq!(output.status.code(), Some(code), "stderr: {said}");
+    assert!(said.starts_with("leasefs: ") && said.trim_end().lines().count() == 1, "not one line: {said}");
+    for word in words {
+        assert!(said.contains(word), "`{word}` is missing in: {said}");
+    }
+}
+
+/// A uid that is neither root nor the mount's owner.
+pub const STRANGER: u32 = 65_534;
+
+/// Runs `leasefs` as a stranger.
+pub fn as_stranger(mount: &Mount, args: &[&str]) -> Output {
+    use std::os::unix::process::CommandExt;
+    mount.command(LEASEFS).args(args).uid(STRANGER).gid(STRANGER).output().expect("leasefs runs")
+}
+
 /// Sets permission bits.
 pub fn set_mode(path: &Path, mode: u32) {
     use std::os::unix::fs::PermissionsExt;

@@ -4,19 +4,15 @@ use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use nix::errno::Errno;
 use serde_json::{Value, json};
 
 use crate::common::agent::Agent;
-use crate::common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{Background, LEASEFS, Mount, assert_ok, stderr, stdout, wait_for};
 use crate::{complete, history, release, result_files, verify};
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
 
 fn prune(mount: &Mount, args: &[&str]) -> String {
     let output = mount.leasefs(&[&["prune"], args].concat());

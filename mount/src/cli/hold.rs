@@ -24,8 +24,8 @@ use nix::sys::prctl;
 use super::holding::binding::{Bound, Sentinel, inherit};
 use super::holding::claim::{self, Claim, Patience, Refusal};
 use super::holding::holder::{self, Report};
-use super::holding::identity::Proc;
 use super::holding::keep::{self, Liveness};
+use super::proc::Pid;
 use super::tree::{Tree, TreeArgs, trouble};
 use super::{EXIT_FAILURE, EXIT_NO};
 
@@ -46,7 +46,7 @@ pub struct Args {
     pub agent: Option<String>,
     /// Process it ends with
     #[arg(long = "for", value_name = "PID:START")]
-    pub bound: Option<Proc>,
+    pub bound: Option<Pid>,
     /// Text it ends with the absence of
     #[arg(long)]
     pub sentinel: Option<String>,
@@ -55,10 +55,10 @@ pub struct Args {
     pub grace: Option<Duration>,
     /// Leader of the session it was claimed from
     #[arg(long, value_name = "PID:START")]
-    pub session: Option<Proc>,
+    pub session: Option<Pid>,
     /// Who ran the command that claimed it
     #[arg(long, value_name = "PID:START")]
-    pub parent: Option<Proc>,
+    pub parent: Option<Pid>,
     /// The tree
     #[arg(long)]
     pub root: PathBuf,

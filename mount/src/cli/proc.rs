@@ -3,7 +3,10 @@
 //! For commands only: `stat` and `cmdline` wait while a process is inside `execve(2)`, so the server must never read
 //! them.
 
+use std::fmt;
 use std::fs;
+use std::num::ParseIntError;
+use std::str::FromStr;
 
 use nix::unistd::{SysconfVar, sysconf};
 
@@ -25,11 +28,29 @@ pub struct Pid {
     pub start_time: u64,
 }
 
+impl fmt::Display for Pid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.pid, self.start_time)
+    }
+}
+
+impl FromStr for Pid {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Pid, String> {
+        let (pid, start_time) = text.split_once(':').ok_or("not PID:START")?;
+        let wrong = |error: ParseIntError| error.to_string();
+        Ok(Pid { pid: pid.parse().map_err(wrong)?, start_time: start_time.parse().map_err(wrong)? })
+    }
+}
+
 /// `/proc/PID/stat`, as far as it matters here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
     /// Its parent; 0 for none that can be seen.
     pub parent: u32,
+    /// Its session: the number of the leader; 0 for one outside of this pid namespace.
+    pub session: u32,
     /// When it began, in clock ticks since boot.
     pub start_time: u64,
     /// It is a thread of the kernel, which has no files.
@@ -77,6 +98,7 @@ impl Stat {
         let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
         Some(Stat {
             parent: u32::try_from(number(4)?).ok()?,
+            session: u32::try_from(number(6)?).ok()?,
             start_time: number(22)?,
             is_kernel: number(9)? & PF_KTHREAD != 0,
             // The first thread may have ended while others go on.
@@ -194,7 +216,7 @@ mod tests {
     #[test]
     fn a_command_may_have_parentheses() {
         let text = "7 (a) b) (c) S 3 7 7 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 12345 0 0";
-        let stat = Stat { parent: 3, start_time: 12345, is_kernel: false, has_ended: false };
+        let stat = Stat { parent: 3, session: 7, start_time: 12345, is_kernel: false, has_ended: false };
         assert_eq!(Stat::parse(text), Some(stat));
         assert_eq!(Stat::parse(&text.replace(" S ", " Z ")), Some(Stat { has_ended: true, ..stat }));
         assert_eq!(Stat::parse("7 (x"), None);

@@ -13,6 +13,7 @@ use leasefs::Key;
 use super::AgentArgs;
 use super::holder::{self, Keeper};
 use super::identity;
+use crate::cli::proc::Pid;
 use crate::cli::tree::{Status, Tree, TreeArgs, trouble};
 use crate::cli::{complain, hold, order, show};
 
@@ -139,7 +140,7 @@ fn is_callers(status: &Status, held: &hold::Args, agent: Option<&str>) -> bool {
         return false;
     }
     let ancestors = identity::ancestors();
-    let comes_from = |process: Option<identity::Proc>| process.is_some_and(|process| ancestors.contains(&process));
+    let comes_from = |process: Option<Pid>| process.is_some_and(|process| ancestors.contains(&process));
     comes_from(held.bound)
         || comes_from(held.parent)
         || held.session.is_some_and(|session| identity::session_leader() == Some(session))

@@ -17,8 +17,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::identity::{Proc, Stat};
 use super::time::boot_now;
+use crate::cli::proc::Pid;
 
 /// Between two looks at the process table.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
@@ -29,7 +29,7 @@ const CONFIRM_AFTER: Duration = Duration::from_secs(2);
 /// A living process, by a descriptor that no other process can come to stand behind.
 pub struct Bound {
     /// The process.
-    pub process: Proc,
+    pub process: Pid,
     pidfd: OwnedFd,
 }
 
@@ -50,18 +50,18 @@ impl Bound {
                 errno => bail!("--for {pid}: cannot be watched: {}", errno.desc()),
             },
         };
-        let stat = Stat::of(pid);
+        let process = u32::try_from(pid).ok().and_then(Pid::of);
         // Alive after its start time was read, so that is its own.
         if has_ended(pidfd.as_fd()).with_context(|| format!("--for {pid}"))? {
             bail!("--for {pid}: has ended: nothing was claimed");
         }
-        let stat =
-            stat.ok_or_else(|| anyhow!("--for {pid}: /proc does not show it: bind to a process that it shows"))?;
-        Ok(Bound { process: stat.process, pidfd })
+        let process =
+            process.ok_or_else(|| anyhow!("--for {pid}: /proc does not show it: bind to a process that it shows"))?;
+        Ok(Bound { process, pidfd })
     }
 
     /// The one behind a descriptor that was inherited.
-    pub fn inherited(process: Proc, pidfd: OwnedFd) -> Bound {
+    pub fn inherited(process: Pid, pidfd: OwnedFd) -> Bound {
         Bound { process, pidfd }
     }
 
@@ -313,7 +313,7 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep runs");
         let pid = i32::try_from(child.id()).expect("pid");
         let bound = Bound::open(pid).expect("it is alive");
-        assert_eq!(bound.process, Stat::of(pid).expect("stat").process);
+        assert_eq!(Some(bound.process), Pid::of(child.id()));
         child.kill().expect("kill");
         poll(&mut [PollFd::new(bound.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE).expect("it ends");
         assert!(Bound::open(pid).is_err(), "a zombie");

@@ -13,6 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
+use leasefs::client::epoch_of;
 use leasefs::{Key, Ttl};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -103,7 +104,7 @@ impl Claim {
     /// # Errors
     /// `ESTALE` when it has lost its lease; those of reading it.
     pub fn adopt(tree: &Tree, key: Key, file: File) -> io::Result<Claim> {
-        let epoch = read_epoch(&file)?;
+        let epoch = epoch_of(&file)?;
         let now = boot_now()?;
         let ttl = Ttl::default().as_duration();
         let mut claim = Claim::new(key, epoch, file, ttl, now);
@@ -328,7 +329,7 @@ fn claimed(tree: &Tree, key: Key, file: File, ttl: Option<Ttl>) -> Result<Claim,
     // The grant may be some time ago. Counted from before a renewal, a lease ends no earlier than is believed here.
     let now = boot_now()?;
     renew_by(&file).map_err(|errno| refused(errno.into()))?;
-    let epoch = read_epoch(&file).map_err(refused)?;
+    let epoch = epoch_of(&file).map_err(refused)?;
     let ttl = ttl.unwrap_or_default().as_duration();
     let mut claim = Claim::new(key, epoch, file, ttl, now);
     claim.note_renewal(tree, now);
@@ -535,17 +536,6 @@ fn set_attribute(file: &File, name: &CStr, value: &str) -> io::Result<()> {
 /// Those of `fsetxattr(2)`.
 pub fn set_agent(file: &File, name: &str) -> io::Result<()> {
     set_attribute(file, c"user.lease.agent", name)
-}
-
-/// The first line of the record; from one's own handle it is never another attempt's.
-fn read_epoch(file: &File) -> io::Result<u64> {
-    let mut record = [0; 64];
-    let length = file.read_at(&mut record, 0)?;
-    let line = record[..length].split(|byte| *byte == b'\n').next().unwrap_or_default();
-    std::str::from_utf8(line)
-        .ok()
-        .and_then(|line| line.parse().ok())
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the record does not begin with an epoch"))
 }
 
 /// `SIGALRM` as what ends a waiting `flock`, while it lives. Signal and timer belong to the process.

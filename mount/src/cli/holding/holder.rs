@@ -15,8 +15,8 @@ use clap::Parser;
 use serde::{Deserialize, Serialize};
 
 use super::binding::Bound;
-use super::identity::Stat;
 use crate::cli::hold;
+use crate::cli::proc::Pid;
 use crate::cli::tree::Status;
 use crate::cli::{self, Cli};
 
@@ -144,7 +144,7 @@ pub enum Keeper {
 pub fn of(status: &Status) -> Option<Keeper> {
     let holder = status.holder.as_ref().filter(|_| status.state == "held")?;
     let pid = i32::try_from(holder.pid).ok()?;
-    if Stat::of(pid).is_none_or(|stat| stat.process.start_time != holder.start_time) {
+    if Pid::of(holder.pid) != Some(Pid { pid: holder.pid, start_time: holder.start_time }) {
         return Some(Keeper::Unseen);
     }
     let args = arguments(pid).filter(|args| {
