@@ -41,6 +41,8 @@ fn hold(mount: &Mount, key: &str) -> File {
 fn commit(mount: &Mount, key: &str, epoch: u64, bytes: &str) {
     let path = mount.result(key, epoch);
     std::fs::write(&path, bytes).unwrap_or_else(|e| panic!("commit {}: {e}", path.display()));
+    // As above: a child that is just being started may have the last copy.
+    mount.wait_status(key, "committed", |status| status["result"]["epoch"] == epoch);
 }
 
 fn wait_free(mount: &Mount, key: &str) {
