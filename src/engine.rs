@@ -128,6 +128,8 @@ struct Inner {
     commits: u64,
     events: Events,
     metrics: Metrics,
+    /// Empty: for the memory it has.
+    details: Vec<(Epoch, Detail)>,
     changed: Vec<KeyId>,
     watched: bool,
     memory: Box<dyn Memory>,

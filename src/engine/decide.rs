@@ -43,6 +43,7 @@ impl Inner {
             commits: 0,
             events: Events::starting_at(survivors.next_event),
             metrics: Metrics::default(),
+            details: Vec::new(),
             changed: Vec::new(),
             watched: false,
             memory,
@@ -335,7 +336,7 @@ impl Inner {
         for (handle, epoch) in lost {
             self.memory.lost(handle, epoch);
         }
-        let mut details = Vec::new();
+        let mut details = std::mem::take(&mut self.details);
         for change in changes {
             details.extend(Detail::of(&change));
             self.batch.durable |= change.is_durable();
@@ -376,6 +377,8 @@ impl Inner {
             let detail = details.iter().find(|(about, detail)| *about == epoch && detail.is_for(kind));
             self.note(now, kind, id, epoch, detail.map_or(Detail::None, |(_, detail)| *detail));
         }
+        details.clear();
+        self.details = details;
         self.refresh(id);
         if !self.orphans.contains(&id) && unshares {
             self.forget_unused(id, now);

@@ -205,5 +205,9 @@ fn remove_files(
     }
     let read = is_read();
     files.retain(|(key, epoch)| !read.contains(&(*key, *epoch)) && results.remove(*key, *epoch).is_ok());
+    // Whatever is noted as gone must not come back with the power: nobody would delete it again.
+    if results.sync_names().is_err() {
+        files.clear();
+    }
     files
 }

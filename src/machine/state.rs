@@ -74,7 +74,7 @@ pub struct KeyState {
     pub drafts: BTreeMap<Handle, Epoch>,
     /// The newest committed result and its attempt.
     pub latest_result: Option<(Epoch, ResultMeta)>,
-    /// Counts changes of state, epoch or newest result, for `POLLPRI`.
+    /// Counts changes of state, epoch, newest result or TTL, for `POLLPRI`.
     pub changes: u64,
     /// When the state last changed.
     pub changed_at: Now,
@@ -292,8 +292,10 @@ impl KeyState {
 
     pub(super) fn set_ttl(&mut self, uid: u32, ttl: Ttl, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
         let attempt = self.own(uid)?;
-        attempt.ttl = ttl;
+        let before = std::mem::replace(&mut attempt.ttl, ttl);
         attempt.extend(context.now);
+        // Whoever renews the lease has to do so sooner now: it is told.
+        self.changes += u64::from(before != ttl);
         fx.changes.extend(self.attempt.clone().map(Change::Renewed));
         Ok(Reply::Done)
     }

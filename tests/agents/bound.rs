@@ -163,3 +163,29 @@ impl Drop for Again {
         let _ = nix::sys::wait::waitpid(nix::unistd::Pid::from_raw(self.0), None);
     }
 }
+
+#[test]
+fn a_ttl_that_is_shortened_meanwhile_is_kept_as_well() {
+    let tools = Tools::new();
+    let mut process = sleeper();
+    let pid = process.pid();
+    tools.claim(&format!("job --for {pid} --agent a"));
+    tools.claim(&format!("other --for {pid} --agent a"));
+    let holder = tools.holder("job");
+    // From a day to a second, by the agent itself and by xattr.
+    assert_eq!(tools.claim(&format!("job --for {pid} --agent a --ttl 1s")), 1);
+    let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', b'1s')";
+    let path = tools.mount.claim("other");
+    assert_ok(&tools.command(&["python3", "-c", set, &path.to_string_lossy()]).output().expect("python3 runs"));
+    let began = Instant::now();
+    wait_for("three times the TTL", || {
+        for key in ["job", "other"] {
+            let status = tools.mount.status(key);
+            assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");
+        }
+        began.elapsed() > Duration::from_secs(3)
+    });
+    process.signal("KILL");
+    process.wait();
+    tools.wait_free("job", holder);
+}

@@ -93,3 +93,50 @@ fn what_would_always_be_there_or_means_nothing_is_refused() {
     assert_refused(&tools.step("leasefs claim no/such/job --sentinel x"), 2, &["namespace does not exist", "mkdir -p"]);
     assert!(tools.holders().is_empty());
 }
+
+#[test]
+fn a_ttl_that_is_shortened_has_it_looked_for_more_often() {
+    let tools = Tools::new();
+    let text = text("shortened");
+    let mut agent = agent(&text);
+    claim(&tools, &text, "--grace 0s --agent a");
+    let holder = tools.holder("job");
+    // Shorter than the pause between two looks was.
+    claim(&tools, &text, "--agent a --ttl 1s");
+    let began = Instant::now();
+    wait_for("more than two of the former looks", || {
+        let status = tools.mount.status("job");
+        assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");
+        began.elapsed() > Duration::from_secs(11)
+    });
+    agent.signal("KILL");
+    agent.wait();
+    tools.wait_free("job", holder);
+}
+
+#[test]
+fn a_process_whose_first_thread_has_ended_is_still_there() {
+    let tools = Tools::new();
+    let text = text("headless");
+    let headless = "
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).syscall(60, 0)";
+    let mut command = Command::new("/usr/bin/python3");
+    let mut agent = Background(command.args(["-c", headless, &text]).spawn().expect("python3 runs"));
+    let line = format!("/proc/{}/cmdline", agent.pid());
+    // Empty as well for an instant as it starts: so it is seen first.
+    let line = || std::fs::read(&line).expect("a command line");
+    wait_for("it runs", || String::from_utf8_lossy(&line()).contains(&text));
+    wait_for("its first thread has ended", || line().is_empty());
+    claim(&tools, &text, "--grace 0s --ttl 1s");
+    let holder = tools.holder("job");
+    let began = Instant::now();
+    wait_for("three times the TTL", || {
+        assert_eq!(tools.mount.state_of("job"), "held");
+        began.elapsed() > Duration::from_secs(4)
+    });
+    agent.signal("KILL");
+    agent.wait();
+    tools.wait_free("job", holder);
+}

@@ -1,9 +1,10 @@
 //! A piece of work whose every step is a new shell.
 
 use std::fs;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use crate::common::{assert_ok, stdout};
+use crate::common::{Background, assert_ok, stdout};
 use crate::tools::{Tools, assert_refused, epoch};
 
 #[test]
@@ -152,4 +153,38 @@ fn without_a_sign_of_life_it_lasts_for_its_ttl() {
     assert!(renewed.elapsed() > Duration::from_millis(2_900), "after {:?}", renewed.elapsed());
     tools.wait_free("job", holder);
     assert_refused(&tools.elsewhere("leasefs renew job --epoch 1"), 75, &["job: epoch 1 does not hold it"]);
+}
+
+#[test]
+fn nobody_goes_on_with_what_may_still_be_given_back() {
+    let tools = Tools::new();
+    // Its epoch cannot be printed: the pipe is full, until nobody reads from it any more.
+    let script = "
+import os, subprocess, sys
+read, write = os.pipe()
+os.set_blocking(write, False)
+try:
+    while True:
+        os.write(write, b'x' * 4096)
+except BlockingIOError:
+    os.set_blocking(write, True)
+first = subprocess.Popen(['leasefs', 'claim', 'job', '--agent', 'a'], stdout=write, stderr=subprocess.DEVNULL)
+os.close(write)
+sys.stdin.readline()
+os.close(read)
+sys.exit(first.wait())";
+    let mut command = tools.command(&["python3", "-c", script]);
+    command.stdin(Stdio::piped());
+    let mut first = Background(command.spawn().expect("python3 runs"));
+    tools.mount.wait_status("job", "the first is granted", |status| status["epoch"] == 1);
+    let mut second = tools.start("leasefs claim job --agent a");
+    tools.mount.wait_status("job", "its holder waits for the epoch to be printed", |status| {
+        let pid = status["holder"]["pid"].as_i64().expect("a holder");
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "leasefs-new\n")
+    });
+    drop(first.0.stdin.take());
+    assert_eq!(first.wait().code(), Some(2), "nothing is held for the first");
+    assert_eq!(second.wait().code(), Some(0));
+    let status = tools.mount.status("job");
+    assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(2)), "{status}");
 }

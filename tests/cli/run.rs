@@ -3,6 +3,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use super::common::agent::Agent;
 use super::common::{Mount, assert_ok, stdout, wait_for};
 use super::{assert_refused, hold, start, stderr};
 
@@ -122,12 +123,14 @@ fn a_wait_ends_when_the_key_is_given_up() {
 #[test]
 fn a_long_wait_says_who_holds_the_key() {
     let mount = Mount::new();
-    let _held = hold(&mount, "job");
+    // Not this process: a run that waits for its own parent is told of the ring.
+    let agent = Agent::new();
+    let _fd = agent.create(&mount.claim("job")).expect("free");
     let output = mount.leasefs(&["run", "-w", "1.8", "job", "--", "true"]);
     let said = stderr(&output);
     let lines: Vec<_> = said.lines().collect();
     assert_eq!(lines.len(), 2, "{said}");
-    let holder = format!("held by pid {}", std::process::id());
+    let holder = format!("held by pid {}", agent.pid());
     assert!(lines[0].contains(&holder) && lines[0].ends_with(": waiting, 1st of 1 in line"), "{said}");
     assert!(lines[1].contains(&holder) && lines[1].ends_with("(waited 1.8 s): nothing was run"), "{said}");
     let quick = mount.leasefs(&["run", "-w", "0.2", "job", "--", "true"]);

@@ -5,6 +5,7 @@
 #![allow(dead_code)]
 
 pub mod agent;
+pub mod podman;
 
 use std::ffi::OsStr;
 use std::fs;

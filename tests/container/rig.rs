@@ -1,69 +1,12 @@
-//! Podman with everything of its own, and shells in containers and on the host that do what a test says.
-//!
-//! Images, containers and all that podman keeps are in a directory of the test's own, gone when the test ends, however it
-//! ends.
+//! Shells in containers and on the host that do what a test says.
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-
-use nix::mount::MntFlags;
+use std::process::Command;
 
 use crate::common::agent::Script;
+pub use crate::common::podman::Podman;
 use crate::common::{Mount, assert_ok, stdout};
-
-/// Podman with everything of its own, in one directory.
-pub struct Podman {
-    dir: PathBuf,
-}
-
-impl Podman {
-    pub fn new(dir: PathBuf) -> Podman {
-        fs::create_dir(&dir).expect("podman's directory");
-        Podman { dir }
-    }
-
-    pub fn command(&self) -> Command {
-        let mut command = Command::new("podman");
-        for (option, name) in [("--root", "root"), ("--runroot", "run"), ("--tmpdir", "tmp")] {
-            command.arg(option).arg(self.dir.join(name));
-        }
-        command.args(["--cgroup-manager", "cgroupfs", "--storage-driver", "vfs", "--runtime", "runc"]);
-        command.args(["--events-backend", "none"]).stdin(Stdio::null());
-        command
-    }
-
-    /// An image with these files of the host, each in its own place; busybox is the shell.
-    pub fn image(&self, name: &str, files: &[PathBuf]) {
-        let root = self.dir.join("rootfs");
-        for file in files {
-            let place = root.join(file.strip_prefix("/").expect("an absolute path"));
-            fs::create_dir_all(place.parent().expect("a parent")).expect("directory of the image");
-            fs::copy(file, &place).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
-        }
-        let archive = self.dir.join("image.tar");
-        assert_ok(&Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg(".").output().expect("tar"));
-        assert_ok(&self.command().arg("import").arg(&archive).arg(name).output().expect("podman runs"));
-    }
-}
-
-impl Drop for Podman {
-    fn drop(&mut self) {
-        let quiet = |arguments: &[&str]| {
-            let _ = self.command().args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).status();
-        };
-        quiet(&["rm", "--all", "--force", "--time", "0"]);
-        quiet(&["rmi", "--all", "--force"]);
-        // What is still mounted below would be in the way of removing the directory.
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let below =
-            mounts.lines().filter_map(|line| line.split(' ').nth(4)).filter(|at| Path::new(at).starts_with(&self.dir));
-        for at in below.collect::<Vec<_>>().into_iter().rev() {
-            let _ = nix::mount::umount2(at, MntFlags::MNT_DETACH);
-        }
-        let _ = fs::remove_dir_all(&self.dir);
-    }
-}
 
 /// The file of a program, and the libraries it is linked to.
 pub fn with_libraries(program: &str) -> Vec<PathBuf> {
@@ -84,7 +27,7 @@ pub const FORMS: [&str; 5] = ["create", "flock", "posix", "ofd", "shared"];
 impl Podman {
     /// An image with nothing in it: programs are the host's, by bind mounts.
     pub fn empty_image(&self, name: &str) {
-        let root = self.dir.join("rootfs");
+        let root = self.rootfs();
         for directory in ["bin", "lib", "lib64", "usr", "tmp", "proc", "dev", "sys", "etc"] {
             fs::create_dir_all(root.join(directory)).expect("directory of the image");
         }

@@ -11,7 +11,7 @@ use rusqlite::{Connection, OpenFlags};
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd};
-use crate::common::{Mount, wait_for};
+use crate::common::{Mount, assert_ok, wait_for};
 use crate::killer::{kill_once, kill_twice};
 
 /// A mount whose servers die at the place named in a file.
@@ -121,22 +121,25 @@ fn a_claim_cut_off_after_its_commit_is_granted_once() {
 /// nobody has what was granted to them: whoever tries again gets an epoch of its own.
 #[test]
 fn without_resend_a_claim_that_was_cut_off_is_nobodys() {
-    let place = Place::new(&["--no-resend"]);
+    // Where recording takes a while, the server gathers what came meanwhile.
+    let place = Place::new(&["--no-resend", "--durability", "full"]);
     let agents: Vec<Agent> = (0..8).map(|_| Agent::new()).collect();
     let mut rounds = 0;
     let mut given_back = 0;
     while given_back == 0 {
         rounds += 1;
         assert!(rounds < 500, "no batch had two claims in it");
+        // By lock: the kernel lets one exclusive create into a directory at a time.
+        let paths = (0..agents.len()).map(|at| place.mount.claim(&format!("k{at}")));
+        let handles: Vec<Fd> = agents.iter().zip(paths).map(|(agent, path)| agent.handle(&path)).collect();
         place.arm("after-commit");
-        for (at, agent) in agents.iter().enumerate() {
+        for (agent, fd) in agents.iter().zip(&handles) {
             // Python tries again by itself where a call is interrupted.
-            let path = place.mount.claim(&format!("k{at}"));
-            agent.begin("open", json!([path, libc::O_RDWR | libc::O_CREAT | libc::O_EXCL, 0o666]));
+            agent.begin_flock(*fd, libc::LOCK_EX | libc::LOCK_NB);
         }
         let mut epochs = 0;
-        for (at, agent) in agents.iter().enumerate() {
-            let fd = agent.answer().unwrap_or_else(|e| panic!("k{at} is free: {e}")).as_i64().expect("a descriptor");
+        for (at, (agent, fd)) in agents.iter().zip(handles).enumerate() {
+            agent.answer().unwrap_or_else(|e| panic!("k{at} is free: {e}"));
             let attempts = place.attempts(&format!("k{at}"));
             assert_eq!(agent.epoch(fd), Ok(attempts.len() as u64), "k{at}: {attempts:?}");
             epochs += attempts.len();
@@ -163,6 +166,30 @@ fn without_resend_a_single_claim_cut_off_is_made_again() {
             place.mount.wait_status("k", "free", |status| status["state"] == "free");
             assert_eq!(place.attempts("k").len(), 1, "{point}, {form}");
             drop(agent);
+            place.settle(&["k"]);
+        }
+    }
+}
+
+/// Whoever gave an order cannot know whether it was carried out, and does not have to: the command finds out.
+#[test]
+fn without_resend_an_order_that_was_cut_off_is_given_again() {
+    for point in ["before-commit", "after-commit"] {
+        for (order, outcome) in [(&["release", "k"][..], "released"), (&["evict", "k"], "evicted")] {
+            let place = Place::new(&["--no-resend"]);
+            let (holder, next) = (Agent::new(), Agent::new());
+            holder.create(&place.mount.claim("k")).expect("free key");
+            let handle = next.handle(&place.mount.claim("k"));
+            next.begin_flock(handle, libc::LOCK_EX);
+            place.mount.wait_status("k", "in line", |status| status["waiters"] == 1);
+            place.arm(point);
+            assert_ok(&place.mount.leasefs(&[order, &["--epoch", "1"]].concat()));
+            place.reached(point);
+            next.answer().expect("granted");
+            assert_eq!(next.epoch(handle), Ok(2), "{point}, {order:?}");
+            let ended = (1, Some(outcome.to_owned()));
+            assert_eq!(place.attempts("k"), [ended, (2, None)], "{point}, {order:?}");
+            drop((holder, next));
             place.settle(&["k"]);
         }
     }

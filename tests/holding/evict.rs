@@ -41,6 +41,37 @@ fn an_evicted_key_goes_to_the_next_in_line_and_history_says_by_whom_and_why() {
 }
 
 #[test]
+fn a_reason_is_as_long_as_a_note_at_most() {
+    let mount = Mount::new();
+    let holder = Agent::new();
+    holder.create(&mount.claim("k")).expect("free key");
+    for op in ["evict", "release"] {
+        let order = |length| json!({ "op": op, "key": "k", "epoch": 1, "reason": "x".repeat(length) }).to_string();
+        assert_eq!(control(&mount, &holder, &order(4_097)), Err(Errno::EFBIG), "{op}");
+        assert_eq!(mount.status("k")["state"], "held", "{op}");
+    }
+    let order = json!({ "op": "release", "key": "k", "epoch": 1, "reason": "x".repeat(4_096) });
+    assert!(control(&mount, &holder, &order.to_string()).is_ok());
+    mount.verify();
+}
+
+/// One object in a write: what stands behind it is not passed over.
+#[test]
+fn an_order_is_one_object_and_nothing_else() {
+    let mount = Mount::new();
+    let holder = Agent::new();
+    for key in ["a", "b"] {
+        holder.create(&mount.claim(key)).expect("free key");
+    }
+    let [a, b] = ["a", "b"].map(|key| evict(key, 1));
+    for order in [format!("{a}{b}"), format!("{a}\n{b}\n"), format!("{a} x"), a[..9].to_owned(), String::from("[]")] {
+        assert_eq!(control(&mount, &holder, &order), Err(Errno::EINVAL), "{order}");
+    }
+    assert!(["a", "b"].iter().all(|key| mount.status(key)["state"] == "held"));
+    mount.verify();
+}
+
+#[test]
 fn the_command_evicts_and_says_so() {
     let mount = Mount::new();
     let agent = Agent::new();

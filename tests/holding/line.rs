@@ -43,7 +43,7 @@ fn the_line_is_told_in_order_with_who_waits_for_what_and_since_when() {
         assert!((began[at] - 1..=next + 1).contains(&since), "{since} from {began:?}");
     }
     let shown = crate::common::stdout(&mount.leasefs(&["status", "k"]));
-    assert!(shown.contains(&format!("pid {} (python3), uid 12001, shared, since ", waiters[1].pid())), "{shown}");
+    assert!(shown.contains(&format!("pid {} (python3), uid 12001, shared, for ", waiters[1].pid())), "{shown}");
     crate::wait_until(millis(&line[2], "since") + 300);
     kill_server(&mount);
     mount.wait_status("k", "all in line again", |status| count(status, "waiters") == 3);

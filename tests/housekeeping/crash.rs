@@ -41,6 +41,36 @@ fn without_resend_the_order_is_given_again() {
     cut_off(&["--no-resend"], "pruned");
 }
 
+/// A backup that waited for the prune comes first when its server is killed; whoever gave the order does not notice.
+#[test]
+fn a_prune_that_is_cut_off_waits_for_whoever_came_in_between() {
+    let dir = tempfile::tempdir().expect("directory for the orders");
+    let orders = dir.path().join("orders");
+    let mount = Mount::with_variables(&[], &[("LEASEFS_TEST_ABORT", &orders)]);
+    complete(&mount, "k", &[10; 100]);
+    let keeper = nix::unistd::Pid::from_raw(mount.keeper_pid().expect("a keeper"));
+    nix::sys::signal::kill(keeper, nix::sys::signal::Signal::SIGSTOP).expect("there");
+    let server = mount.server_pid().expect("a server");
+    fs::write(&orders, "pruned").expect("order");
+    let mut prune = crate::common::Background(
+        mount.command(crate::common::LEASEFS).args(["prune", "--attempts-over", "1"]).spawn().expect("leasefs runs"),
+    );
+    wait_for("the server died of it", || crate::common::agent::has_ended(server));
+    let results = fs::File::open(mount.state().join("results")).expect("results");
+    let backup = nix::fcntl::Flock::lock(results, nix::fcntl::FlockArg::LockSharedNonblock).expect("nobody has it");
+    nix::sys::signal::kill(keeper, nix::sys::signal::Signal::SIGCONT).expect("there");
+    wait_for("another answers", || mount.server_pid().is_some_and(|pid| pid != server));
+    // The order came again before any of these.
+    for _ in 0..20 {
+        assert_eq!(mount.state_of("k"), "finished");
+    }
+    assert!(prune.0.try_wait().expect("a child").is_none(), "it was not told of the backup");
+    drop(backup);
+    assert!(prune.wait().success());
+    assert_eq!(history(&mount, "k"), [100]);
+    mount.verify();
+}
+
 #[test]
 fn the_files_of_what_went_are_deleted_at_the_next_mount_at_the_latest() {
     let dir = tempfile::tempdir().expect("directory for the orders");

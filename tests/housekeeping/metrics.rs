@@ -248,6 +248,28 @@ fn commits_are_measured_by_whether_they_wait_for_the_disk() {
     }
 }
 
+/// An alert on the longest wait must not be put off by a server that is replaced.
+#[test]
+fn whoever_waits_has_waited_since_before_the_server_took_over() {
+    let mount = Mount::new();
+    let (holder, waiter) = (Agent::new(), Agent::new());
+    holder.create(&mount.claim("k")).expect("free");
+    waiter.begin_flock(waiter.handle(&mount.claim("k")), LOCK_EX);
+    mount.wait_status("k", "in line", |status| status["waiters"] == 1);
+    let oldest = || Metrics::of(&mount).get("leasefs_oldest_wait_seconds");
+    wait_for("the wait grows", || oldest() > 2.0);
+    let server = mount.server_pid().expect("a server");
+    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
+    wait_for("another has it in line", || {
+        mount.server_pid().is_some_and(|pid| pid != server) && mount.status("k")["waiters"] == 1
+    });
+    assert!(oldest() > 2.0, "{}", oldest());
+    drop(holder);
+    waiter.answer().expect("granted");
+    let sum = Metrics::of(&mount).get("leasefs_wait_seconds_sum{outcome=\"granted\"}");
+    assert!(sum > 2.0, "{sum}");
+}
+
 #[test]
 fn a_server_that_took_over_says_so_and_counts_anew() {
     let mount = Mount::new();

@@ -97,6 +97,30 @@ fn good_ttls_are_taken_as_they_are_meant() {
     }
 }
 
+/// As `setxattr(2)` has it: the one flag is for an attribute that is not there, the other for one that is.
+#[test]
+fn attributes_are_created_or_replaced_as_asked() {
+    let mount = Mount::new();
+    let agent = Agent::new();
+    agent.create(&mount.claim("k")).expect("free key");
+    fs::create_dir(mount.claim("ns")).expect("mkdir");
+    let set = |key: &str, name: &str, flags: i32| {
+        let value = json!({ "hex": "393073" });
+        agent.call("setxattr", json!([mount.claim(key), name, value, flags])).map(drop)
+    };
+    const NAME: &str = "user.lease.agent";
+    assert_eq!(set("k", TTL, libc::XATTR_CREATE), Err(Errno::EEXIST), "every lease has one");
+    assert_eq!(mount.status("k")["ttl_ms"], 86_400_000);
+    assert_eq!(set("k", TTL, libc::XATTR_REPLACE), Ok(()));
+    assert_eq!(mount.status("k")["ttl_ms"], 90_000);
+    for (key, name) in [("k", NAME), ("ns", TTL)] {
+        assert_eq!(set(key, name, libc::XATTR_REPLACE), Err(Errno::ENODATA), "{key}");
+        assert_eq!(set(key, name, libc::XATTR_CREATE), Ok(()), "{key}");
+        assert_eq!(set(key, name, libc::XATTR_CREATE), Err(Errno::EEXIST), "{key}");
+        assert_eq!(set(key, name, libc::XATTR_REPLACE), Ok(()), "{key}");
+    }
+}
+
 #[test]
 fn other_attributes_are_refused() {
     let mount = Mount::new();

@@ -2,11 +2,10 @@
 
 use std::fs::{self, File};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use nix::mount::MntFlags;
-
+use crate::common::podman::Podman;
 use crate::common::{Background, PATIENCE, assert_ok, stdout, wait_for};
 use crate::{Kitchen, block, path};
 
@@ -132,75 +131,48 @@ fn a_ci_job_deploys_one_at_a_time() {
     assert_eq!(kitchen.mount.status("deploy/production")["epoch"], 3);
 }
 
-/// Podman with all it keeps in one directory; what is left of it goes with the value.
-struct Pod<'a>(&'a Path);
-
-impl Pod<'_> {
-    /// Makes the command `podman` for whoever finds it there, and an image `busybox`.
-    fn set_up(dir: &Path) -> Pod<'_> {
-        fs::create_dir_all(dir.join("bin")).expect("directories");
-        let podman = stdout(&Command::new("sh").args(["-c", "command -v podman"]).output().expect("sh runs"));
-        // Networks cannot be made everywhere these tests run, and nothing here needs one.
-        let wrapper = format!(
-            r#"#!/bin/sh
-            command=$1; shift
-            if [ "$command" = run ]; then
-                for word; do
-                    shift
-                    case $word in --net | --network-alias) drop=1; continue ;; esac
-                    [ "$drop" ] || set -- "$@" "$word"
-                    drop=
-                done
-                set -- --network=none --ulimit nofile=4096:4096 --ulimit nproc=4096:4096 "$@"
-            fi
-            exec {podman} --root {dir}/root --runroot {dir}/run --tmpdir {dir}/tmp --cgroup-manager cgroupfs \
-                --storage-driver vfs --runtime runc --events-backend none "$command" "$@"
-            "#,
-            podman = podman.trim(),
-            dir = dir.display(),
-        );
-        let path = dir.join("bin/podman");
-        fs::write(&path, wrapper).expect("a script");
-        crate::set_mode(&path, 0o755);
-        let pod = Pod(dir);
-        let files = dir.join("image");
-        fs::create_dir_all(files.join("bin")).expect("directories");
-        let busybox = stdout(&Command::new("sh").args(["-c", "command -v busybox"]).output().expect("sh runs"));
-        fs::copy(busybox.trim(), files.join("bin/busybox")).expect("busybox");
-        for name in ["sh", "echo", "cat"] {
-            std::os::unix::fs::symlink("busybox", files.join("bin").join(name)).expect("a link");
-        }
-        let archive = dir.join("image.tar");
-        assert_ok(&Command::new("tar").arg("-C").arg(&files).arg("-cf").arg(&archive).arg(".").output().expect("tar"));
-        let archive = archive.to_str().expect("a plain path");
-        assert_ok(&pod.podman(&["import", archive, "docker.io/library/busybox:latest"]));
-        pod
+/// Puts a command `podman` into a directory: this one, for whoever calls it by its name; and makes an image `busybox`.
+fn set_up(podman: &Podman, bin: &Path) {
+    fs::create_dir_all(bin).expect("directories");
+    let found = |name: &str| {
+        let path = stdout(&Command::new("sh").args(["-c", &format!("command -v {name}")]).output().expect("sh runs"));
+        path.trim().to_owned()
+    };
+    // Networks cannot be made everywhere these tests run, and nothing here needs one.
+    let wrapper = format!(
+        r#"#!/bin/sh
+        command=$1; shift
+        if [ "$command" = run ]; then
+            for word; do
+                shift
+                case $word in --net | --network-alias) drop=1; continue ;; esac
+                [ "$drop" ] || set -- "$@" "$word"
+                drop=
+            done
+            set -- --network=none --ulimit nofile=4096:4096 --ulimit nproc=4096:4096 "$@"
+        fi
+        exec {program} {options} "$command" "$@"
+        "#,
+        program = found("podman"),
+        options = podman.options().join(" "),
+    );
+    fs::write(bin.join("podman"), wrapper).expect("a script");
+    crate::set_mode(&bin.join("podman"), 0o755);
+    let programs = podman.rootfs().join("bin");
+    fs::create_dir_all(&programs).expect("directories");
+    fs::copy(found("busybox"), programs.join("busybox")).expect("busybox");
+    for name in ["sh", "echo", "cat"] {
+        std::os::unix::fs::symlink("busybox", programs.join(name)).expect("a link");
     }
-
-    fn podman(&self, arguments: &[&str]) -> Output {
-        Command::new(self.0.join("bin/podman")).args(arguments).stdin(Stdio::null()).output().expect("podman runs")
-    }
-}
-
-impl Drop for Pod<'_> {
-    fn drop(&mut self) {
-        self.podman(&["rm", "--all", "--force", "--time", "0"]);
-        self.podman(&["rmi", "--all", "--force"]);
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let below =
-            mounts.lines().filter_map(|line| line.split(' ').nth(4)).filter(|at| Path::new(at).starts_with(self.0));
-        for at in below.collect::<Vec<_>>().into_iter().rev() {
-            let _ = nix::mount::umount2(at, MntFlags::MNT_DETACH);
-        }
-        let _ = fs::remove_dir_all(self.0);
-    }
+    podman.image("docker.io/library/busybox:latest", &[]);
 }
 
 #[test]
 fn of_two_services_of_a_compose_file_one_does_the_work() {
     let kitchen = Kitchen::new();
-    let dir = kitchen.dir.join("pod");
-    let pod = Pod::set_up(&dir);
+    let podman = Podman::new(kitchen.dir.join("pod"));
+    let bin = kitchen.dir.join("bin");
+    set_up(&podman, &bin);
     fs::create_dir(kitchen.dir.join("work")).expect("a directory");
     kitchen.script("work/import", "echo run >>/work/runs; echo 42");
     fs::write(kitchen.dir.join("compose.yaml"), block("compose")).expect("the file");
@@ -210,7 +182,7 @@ fn of_two_services_of_a_compose_file_one_does_the_work() {
             .args(arguments)
             .current_dir(&kitchen.dir)
             .env("LEASEFS_ROOT", kitchen.mount.root())
-            .env("PATH", format!("{}:{}", pod.0.join("bin").display(), path()))
+            .env("PATH", format!("{}:{}", bin.display(), path()))
             .stdin(Stdio::null())
             .output()
             .expect("podman-compose runs")
@@ -218,12 +190,13 @@ fn of_two_services_of_a_compose_file_one_does_the_work() {
     let output = compose(&["up", "-d"]);
     assert_ok(&output);
     let until = Instant::now() + PATIENCE;
-    let running = || stdout(&pod.podman(&["ps", "-q"])).lines().count();
-    while running() > 0 {
+    let listed =
+        |which: &str| stdout(&podman.command().args(["ps", which]).output().expect("podman runs")).lines().count();
+    while listed("-q") > 0 {
         assert!(Instant::now() < until, "the services did not end: {output:?}");
         std::thread::sleep(Duration::from_millis(50));
     }
-    assert_eq!(stdout(&pod.podman(&["ps", "-aq"])).lines().count(), 2, "{output:?}");
+    assert_eq!(listed("-aq"), 2, "{output:?}");
     kitchen.assert_finished("import", 1, "42\n");
     assert_eq!(fs::read_to_string(kitchen.dir.join("work/runs")).expect("it ran"), "run\n");
 }

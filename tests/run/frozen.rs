@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use crate::common::{Mount, assert_ok, wait_for};
+use crate::common::{LEASEFS, Mount, assert_ok, wait_for};
 use crate::{Next, Run, send};
 
 /// Two processes deaf to TERM, one of them in a session of its own.
@@ -89,4 +89,17 @@ fn kill_after_says_how_long_a_command_may_take_to_end() {
         assert!((least..least + 20.0).contains(&took), "-k {secs}: {took} s");
         assert_eq!(run.living(), [0; 0]);
     }
+}
+
+#[test]
+fn a_command_that_renews_itself_goes_on_although_its_runner_is_frozen() {
+    let mount = Mount::new();
+    let renews = r#"echo $$ >>"$SEEN"; i=0; while [ $i -lt 20 ]; do "$LEASEFS" renew job || exit 9; i=$((i + 1)); sleep 0.3; done; exit 4"#;
+    let script = format!("LEASEFS={LEASEFS}; {renews}");
+    let mut run = Run::script(&mount, &["--ttl", "3s"], &script, 1);
+    run.runner.signal("STOP");
+    wait_for("the command has ended", || run.living().is_empty());
+    run.runner.signal("CONT");
+    assert_eq!((run.code(), run.said().as_str()), (Some(4), ""));
+    assert_eq!(mount.status("job")["outcome"], "released");
 }

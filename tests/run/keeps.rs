@@ -132,3 +132,38 @@ fn inheriting_alone_does_not_let_the_command_outlive_its_runner() {
     run.runner.signal("KILL");
     assert_eq!(next.found_alive(), [0; 0]);
 }
+
+/// Sets the TTL of the key from a day to a second, as another process of the same user.
+fn shorten(mount: &Mount) {
+    let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', b'1s')";
+    let mut command = mount.command("python3");
+    assert_ok(&command.args(["-c", set]).arg(mount.claim("job")).output().expect("python3 runs"));
+}
+
+#[test]
+fn a_ttl_that_is_shortened_meanwhile_is_kept_as_well() {
+    let mount = Mount::new();
+    for (round, killed) in ["", "runner", "guard"].into_iter().enumerate() {
+        let options: &[&str] = if killed.is_empty() { &["--ttl", "1d"] } else { &["--ttl", "1d", "--child-keeps"] };
+        let mut run = Run::script(&mount, options, PATIENT, 1);
+        match killed {
+            "runner" => {
+                run.runner.signal("KILL");
+                assert_eq!(run.code(), None);
+            }
+            "guard" => run.kill_guard(),
+            _ => {}
+        }
+        shorten(&mount);
+        let until = Instant::now() + Duration::from_secs(3);
+        wait_for("three TTLs pass", || {
+            let status = mount.status("job");
+            let (state, epoch) = (status["state"].as_str(), status["epoch"].as_u64());
+            assert_eq!((state, epoch), (Some("held"), Some(round as u64 + 1)), "without its {killed}: {status}");
+            Instant::now() > until
+        });
+        let_go(&run);
+        mount.wait_status("job", "the command has ended", |status| status["state"] == "free");
+        fs::remove_file(run.seen.with_extension("go")).expect("go");
+    }
+}

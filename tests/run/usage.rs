@@ -41,6 +41,26 @@ fn a_command_that_cannot_be_executed_after_all_is_told_as_such() {
 }
 
 #[test]
+fn the_kernels_reason_is_told_where_it_is_not_permissions() {
+    use std::os::unix::fs::PermissionsExt;
+    let mount = Mount::new();
+    let script = mount.scratch().join("script");
+    std::fs::write(&script, "#!/bin/sh\n").expect("script");
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    // Nothing is executed that somebody is writing.
+    let writing = std::fs::OpenOptions::new().append(true).open(&script).expect("script");
+    let script = script.to_str().expect("path");
+    for command in [&["run", "job", "--", script][..], &["claim", "job", "--handoff", "--", script]] {
+        let output = mount.leasefs(command);
+        assert_eq!(output.status.code(), Some(126));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.ends_with("script: cannot be executed: Text file busy\n"), "{said}");
+        assert_eq!(mount.state_of("job"), "free");
+    }
+    drop(writing);
+}
+
+#[test]
 fn the_conflict_code_is_an_exit_code() {
     let mount = Mount::new();
     let run = Run::script(&mount, &[], r#"echo $$ >>"$SEEN"; exec sleep 1000"#, 1);

@@ -55,6 +55,32 @@ fn a_table_fits_the_terminal_and_is_coloured_there() {
     assert!(text.contains(&long), "{text}");
 }
 
+/// With agents and waiters there are more columns than a small terminal has room for.
+#[test]
+fn ls_and_history_fit_a_narrow_terminal_with_all_there_is_to_tell() {
+    let mount = Mount::new();
+    let (holder, waiter) = (Agent::new(), Agent::new());
+    let fd = holder.create(&mount.claim("job-with-a-name-that-is-long")).expect("free");
+    holder.write(fd, "a note that goes on and on").expect("holder");
+    holder
+        .set_xattr(&mount.claim("job-with-a-name-that-is-long"), "user.lease.agent", "an agent of a long name, too")
+        .expect("the holder's user");
+    let handle = waiter.handle(&mount.claim("job-with-a-name-that-is-long"));
+    waiter.begin_flock(handle, libc::LOCK_EX);
+    mount.wait_status("job-with-a-name-that-is-long", "waited for", |status| count(status, "waiters") == 1);
+    for columns in [60, 80] {
+        for (command, told) in [("ls", "held"), ("history job-with-a-name-that-is-long", "1  ")] {
+            let screen = Screen::leasefs(&mount, (columns, 24), command);
+            assert_eq!(screen.ended(), 0);
+            let lines = screen.lines();
+            assert!(lines[1].contains(told), "{command}: {lines:#?}");
+            assert!(lines[2].starts_with("ended with"), "one line for a key or an attempt: {lines:#?}");
+        }
+    }
+    let all = stdout(&mount.leasefs(&["history", "job-with-a-name-that-is-long"]));
+    assert!(all.contains("an agent of a long name, too") && all.contains("a note that goes on and on"), "{all}");
+}
+
 #[test]
 fn what_takes_over_a_second_says_so_on_a_terminal() {
     let mount = Mount::new();

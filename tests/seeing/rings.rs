@@ -30,7 +30,7 @@ fn ring(mount: &Mount, keys: &[&str]) -> Vec<Agent> {
 
 /// What each command says of a key on stderr.
 fn told(mount: &Mount, key: &str) -> Vec<String> {
-    let commands: [&[&str]; 4] = [&["ls"], &["top", "--once"], &["who", key], &["status", key]];
+    let commands: [&[&str]; 4] = [&["ls"], &["top", "--batch"], &["who", key], &["status", key]];
     let say = |args: &&[&str]| {
         let output = mount.leasefs(args);
         assert_ok(&output);

@@ -224,7 +224,7 @@ fn once_prints_a_plain_table() {
     waiter.begin_flock(handle, LOCK_EX);
     mount.wait_status("b", "waited for", |status| count(status, "waiters") == 1);
     let once = |args: &[&str]| {
-        let output = mount.leasefs(&[&["top", "--once"], args].concat());
+        let output = mount.leasefs(&[&["top", "--batch"], args].concat());
         assert_ok(&output);
         stdout(&output)
     };
@@ -239,7 +239,7 @@ fn once_prints_a_plain_table() {
     );
     assert_eq!(once(&["team/"]).lines().count(), 2);
     let output = mount.leasefs(&["top"]);
-    assert_refused(&output, 2, &["have to be a terminal", "leasefs top --once"]);
+    assert_refused(&output, 2, &["have to be a terminal", "leasefs top --batch"]);
     let bad = mount.leasefs(&["top", "--sort", "size"]);
     assert_eq!(bad.status.code(), Some(2), "{}", stderr(&bad));
 }

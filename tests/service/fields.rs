@@ -8,7 +8,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, assert_ok, stdout};
+use crate::common::{LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// The fields a part of `leasefs help json` tells of, and those of them that may be missing.
 fn documented(title: &str) -> (BTreeSet<String>, BTreeSet<String>) {
@@ -72,7 +72,10 @@ fn json(path: &Path) -> Value {
 #[test]
 fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let mut mount = Mount::new();
-    let events = mount.spawn_bash("exec timeout 60 cat $M/.leasefs/events");
+    // Open before anything happens: a reader is told of what comes after.
+    let opened = mount.scratch().join("opened");
+    let events = mount.spawn_bash(&format!("exec <$M/.leasefs/events; : >{}; exec timeout 60 cat", opened.display()));
+    wait_for("the events are open", || opened.exists());
     let mut seen: Vec<Value> = Vec::new();
     let mut look = |mount: &Mount, key: &str, state: &str| {
         let status = mount.status(key);

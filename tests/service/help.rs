@@ -57,6 +57,48 @@ fn every_command_has_help_a_page_and_exit_codes() {
 }
 
 #[test]
+fn every_command_is_in_the_readme_and_the_changelog() {
+    let file = |name| fs::read_to_string(format!("{}/../{name}", env!("CARGO_MANIFEST_DIR"))).expect("a text");
+    let readme = file("README.md");
+    let list = readme.split("## Commands\n").nth(1).and_then(|rest| rest.split("\n## ").next()).expect("a section");
+    let changelog = file("CHANGELOG.md");
+    for command in commands() {
+        assert!(list.lines().any(|line| line.starts_with(&format!("    leasefs {command} "))), "README.md: {command}");
+        let is_told =
+            [format!("`{command}`"), format!("`leasefs {command}`")].iter().any(|name| changelog.contains(name));
+        assert!(is_told, "CHANGELOG.md: {command}");
+    }
+}
+
+/// One line, what is wrong with what, and what to do; never what clap or a panic would print.
+#[test]
+fn wrong_uses_are_told_in_one_line() {
+    for (words, about) in [
+        (&["frobnicate"][..], "frobnicate"),
+        (&["ls", "--frobnicate"], "--frobnicate"),
+        (&["evict", "job"], "--epoch"),
+        (&["abandon", "job"], "--reason"),
+        (&["run", "job"], "<CMD>"),
+        (&["run", "-n", "-w", "3", "job", "--", "true"], "--wait"),
+        (&["wait", "-w", "soon", "job"], "soon"),
+        (&["claim", "job", "--ttl", "long"], "long"),
+        (&["claim", "job", "--grace", "3s"], "--sentinel"),
+        (&["claim", "job", "--agent", "two\nlines"], "--agent"),
+        (&["timeline", "--since", "ever"], "ever"),
+        (&["top", "--sort", "colour"], "colour"),
+        (&["prune", "--attempts-over", "few"], "few"),
+        (&["mount", "/tmp", "--max-result", "much"], "much"),
+    ] {
+        let output = leasefs(words);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {said}");
+        assert!(output.stdout.is_empty() && said.lines().count() == 1, "{words:?}: {said}");
+        assert!(said.starts_with("leasefs: ") && said.contains(about), "{words:?}: {said}");
+        assert!(said.contains("leasefs help") || said.contains("--help"), "{words:?}: {said}");
+    }
+}
+
+#[test]
 fn commands_exit_as_they_say() {
     let mount = Mount::new();
     let root = mount.root().to_str().expect("UTF-8").to_owned();

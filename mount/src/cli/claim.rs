@@ -10,7 +10,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, bail};
 use leasefs::{Key, Ttl};
@@ -19,15 +20,17 @@ use nix::sys::prctl;
 use serde_json::json;
 
 use super::holding::AgentArgs;
-use super::holding::attempt::{self, EXIT_OVER};
+use super::holding::attempt::{self, EXIT_OVER, Kept};
 use super::holding::binding::Bound;
 use super::holding::claim::{self, Patience, Refusal};
 use super::holding::holder::{self, Report};
 use super::holding::identity;
 use super::run::program;
-use super::tree::{Tree, TreeArgs, trouble};
+use super::tree::{Status, Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain, hold, order};
 
+/// How long another command of the same agent may take to tell its epoch.
+const SETTLES_WITHIN: Duration = Duration::from_secs(10);
 /// From the claim until a sentinel has to be seen.
 const GRACE: Duration = Duration::from_secs(120);
 
@@ -36,11 +39,10 @@ const GRACE: Duration = Duration::from_secs(120);
 #[command(after_help = "\
 Prints the epoch on the first line, the path that takes this attempt's result on the second, and ends; a small process
 (`leasefs hold`) goes on holding the key until
-
-  the process given with --for has ended, however it ended; or
-  no process has TEXT of --sentinel in its command line, after --grace; or
-  `leasefs release`, `complete` or `abandon`; or
-  the TTL is over. Only with --for or --sentinel is the lease renewed meanwhile; without, `leasefs renew` does.
+- the process given with --for has ended, however it ended; or
+- no process has TEXT of --sentinel in its command line, after --grace; or
+- `leasefs release`, `complete` or `abandon`; or
+- the TTL is over. Only with --for or --sentinel is the lease renewed meanwhile; without, `leasefs renew` does.
 
 Later steps name the attempt by its epoch: `leasefs complete KEY --epoch N <result`. Claiming again as the same agent
 (same uid and --agent) while it holds renews, with the same epoch: agents that must exclude each other need names of
@@ -178,8 +180,7 @@ fn wanted(args: &Args, tree: &Tree, key: &Key, bound: Option<&Bound>) -> hold::A
 
 /// Renews, where the same agent holds the key already; none where it does not.
 fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Result<Option<ExitCode>> {
-    let Some(status) = tree.status(key)? else { return Ok(None) };
-    let Some(kept) = attempt::kept_for_agent(&status, args.agent.name()) else { return Ok(None) };
+    let Some((status, kept)) = settled(tree, key, args.agent.name())? else { return Ok(None) };
     let binds = wanted.bound.is_some() || wanted.sentinel.is_some();
     let is_bound_so = |held: &hold::Args| (wanted.bound, &wanted.sentinel) == (held.bound, &held.sentinel);
     if binds && !kept.how.as_deref().is_some_and(is_bound_so) {
@@ -205,6 +206,26 @@ fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Resu
     print(args, tree, key, renewed.epoch, pid, renewed.expires.as_deref())
         .map_err(|error| anyhow!("{key}: its epoch cannot be printed: {error}"))?;
     Ok(Some(ExitCode::SUCCESS))
+}
+
+/// The attempt that is kept for the same agent, once whoever claimed it has told its epoch: until then it may still be
+/// given back, and nobody may build on it.
+fn settled(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<(Status, Kept)>> {
+    let until = Instant::now() + SETTLES_WITHIN;
+    loop {
+        let Some(status) = tree.status(key)? else { return Ok(None) };
+        let Some(kept) = attempt::kept_for_agent(&status, agent) else { return Ok(None) };
+        if kept.how.is_none() || status.holder.as_ref().is_some_and(|holder| holder::is_kept(holder.pid)) {
+            return Ok(Some((status, kept)));
+        }
+        if Instant::now() >= until {
+            bail!(
+                "{key}: another command of this agent is claiming it, at epoch {}, and has not ended: end that, or try later",
+                status.epoch
+            );
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
 }
 
 fn set_ttl(tree: &Tree, key: &Key, ttl: Ttl) -> Result<()> {

@@ -136,13 +136,18 @@ fn see_also(pages: &[&str]) -> String {
     roff.to_roff()
 }
 
-/// Notes of a command, as its help has them: lines that are set in stay as they are, but for lists of a term and its meaning.
+/// Notes of a command, as its help has them: lines that are set in stay as they are, but for lists, of a term and its
+/// meaning or of items after a dash, which are filled to the page's width.
 fn notes(text: &str) -> Page {
     let mut page = Page::default();
     for paragraph in text.split("\n\n").filter(|paragraph| !paragraph.trim().is_empty()) {
-        let (mut plain, mut code) = (String::new(), String::new());
+        let (mut plain, mut code, mut items) = (String::new(), String::new(), Vec::<String>::new());
         for line in paragraph.lines() {
-            if line.starts_with(' ') {
+            if let Some(item) = line.trim_start().strip_prefix("- ") {
+                items.push(item.trim().to_owned());
+            } else if let Some(item) = items.last_mut() {
+                *item += &format!(" {}", line.trim());
+            } else if line.starts_with(' ') {
                 code += &format!("{}\n", line.trim_end());
             } else {
                 plain += &format!("{line} ");
@@ -168,6 +173,9 @@ fn notes(text: &str) -> Page {
             None => {
                 page.code(code);
             }
+        }
+        for item in items {
+            page.entry(page::ITEM, item);
         }
     }
     page
@@ -280,13 +288,16 @@ mod tests {
 
     #[test]
     fn notes_keep_what_is_set_in() {
-        let page = notes("One\nline.\n\nA list:\n  a    b\n  c d  e\n\n  f g\n    h  i");
+        let page = notes("One\nline.\n\nA list:\n  a    b\n  c d  e\n\n  f g\n    h  i\n\nSo:\n  - j\n    k\n- l");
         let expected = [
             page::Block::Text("One line.".into()),
             page::Block::Text("A list:".into()),
             page::Block::Entry("a".into(), "b".into()),
             page::Block::Entry("c d".into(), "e".into()),
             page::Block::Code("  f g\n    h  i\n".into()),
+            page::Block::Text("So:".into()),
+            page::Block::Entry("-".into(), "j k".into()),
+            page::Block::Entry("-".into(), "l".into()),
         ];
         assert_eq!(page.0, expected);
         let long = format!("  short\n  {}", "long ".repeat(20));

@@ -20,7 +20,8 @@ use super::{EXIT_NO, complain};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Outcomes: released, completed (its result was committed), expired, evicted, lost (its connection was lost and the holder
-is proven dead). An attempt without one has not ended. Reads the registry, so it is for who may read the state directory.
+is proven dead). An attempt without one has not ended. On a terminal, ENDED says how long it lasted, and long values are
+shortened. Reads the registry, so it is for who may read the state directory.
 
 Exit codes: 0 shown; 1 there never was such a key; 2 bad usage or failure.")]
 pub struct Args {
@@ -62,7 +63,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             writeln!(out, "{}", object(&key, attempt))?;
         }
     } else {
-        write_table(&mut out, &attempts)?;
+        write_table(&mut out, &attempts, Look::of_stdout())?;
         match reader.key(&key).with_context(|| key.to_string())?.map_or(0, |row| row.pruned_attempts) {
             0 => {}
             1 => writeln!(out, "(1 earlier attempt pruned)")?,
@@ -80,16 +81,35 @@ fn history(reader: &Reader, key: &Key) -> Result<Vec<AttemptRow>> {
     Ok(attempts)
 }
 
-/// Who it was for, and how long it was waited for, are columns where there is something to tell.
-fn write_table(out: &mut impl Write, attempts: &[AttemptRow]) -> io::Result<()> {
+/// Who it was for, and how long it was waited for, are columns where there is something to tell. A terminal has no room
+/// for two whole times: there it is told how long an attempt lasted.
+fn write_table(out: &mut impl Write, attempts: &[AttemptRow], look: Look) -> io::Result<()> {
     let agent = |attempt: &AttemptRow| show::cell(attempt.agent.as_deref().unwrap_or_default());
     let waited = |attempt: &AttemptRow| match i64::try_from(attempt.waited_ms) {
         Ok(ms @ 1..) => show::span(ms),
         _ => NOTHING.to_owned(),
     };
     let (agents, waits) = (attempts.iter().any(|a| a.agent.is_some()), attempts.iter().any(|a| a.waited_ms > 0));
-    let mut heads = vec!["EPOCH", "OUTCOME", "WHY", "HOLDER", "UID", "SINCE", "ENDED", "RESULT", "NOTE"];
-    heads.splice(5..5, [(agents, "AGENT"), (waits, "WAITED")].iter().filter(|(some, _)| *some).map(|(_, head)| *head));
+    let mut columns = vec![
+        Column::new("EPOCH"),
+        Column::new("OUTCOME"),
+        Column::new("WHY").shrinks_to(9),
+        Column::new("HOLDER").shrinks_to(10).spare(1),
+        Column::new("UID").spare(6),
+    ];
+    columns.extend(agents.then(|| Column::new("AGENT").shrinks_to(8).spare(2)));
+    columns.extend(waits.then(|| Column::new("WAITED").spare(4)));
+    columns.extend([
+        Column::new("SINCE"),
+        Column::new("ENDED"),
+        Column::new("RESULT").spare(3),
+        Column::new("NOTE").shrinks_to(4).spare(5),
+    ]);
+    let on_terminal = look.width.is_some();
+    let since = |ms| match rfc3339(ms).split_once('.') {
+        Some((whole, _)) if on_terminal => format!("{whole}Z"),
+        _ => rfc3339(ms),
+    };
     let row = |attempt: &AttemptRow| {
         let mut row = vec![
             attempt.epoch.to_string(),
@@ -101,8 +121,12 @@ fn write_table(out: &mut impl Write, attempts: &[AttemptRow]) -> io::Result<()> 
         row.extend(agents.then(|| agent(attempt)));
         row.extend(waits.then(|| waited(attempt)));
         row.extend([
-            rfc3339(attempt.since_ms),
-            attempt.ended_ms.map_or_else(|| NOTHING.to_owned(), rfc3339),
+            since(attempt.since_ms),
+            match attempt.ended_ms {
+                Some(ended_ms) if on_terminal => format!("after {}", show::span(ended_ms - attempt.since_ms)),
+                Some(ended_ms) => rfc3339(ended_ms),
+                None => NOTHING.to_owned(),
+            },
             match attempt.result {
                 Some((size, _)) => format!("{size} B"),
                 None if attempt.result_pruned => "pruned".to_owned(),
@@ -112,9 +136,9 @@ fn write_table(out: &mut impl Write, attempts: &[AttemptRow]) -> io::Result<()> 
         ]);
         row
     };
-    let mut table = Table::new(heads.into_iter().map(Column::new));
+    let mut table = Table::new(columns);
     attempts.iter().for_each(|attempt| table.push(row(attempt)));
-    table.write(out, Look::plain())
+    table.write(out, look)
 }
 
 /// Names as in `status/KEY`, where the same thing is meant.

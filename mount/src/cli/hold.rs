@@ -5,7 +5,7 @@
 //! has to say that it has told the epoch on; if it is gone before, the key is given back.
 
 use std::convert::Infallible;
-use std::ffi::OsString;
+use std::ffi::{CStr, OsString};
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -23,14 +23,14 @@ use nix::sys::prctl;
 
 use super::holding::binding::{Bound, Sentinel, inherit};
 use super::holding::claim::{self, Claim, Patience, Refusal};
-use super::holding::holder::Report;
+use super::holding::holder::{self, Report};
 use super::holding::identity::Proc;
 use super::holding::keep::{self, Liveness};
 use super::tree::{Tree, TreeArgs, trouble};
 use super::{EXIT_FAILURE, EXIT_NO};
 
-/// What `ps` calls it; executed by way of `/proc` it would be `exe`.
-const NAME: &std::ffi::CStr = c"leasefs";
+/// What `ps` calls it from when it has told the epoch until it hears that this was passed on.
+const NAME_UNSETTLED: &CStr = c"leasefs-new";
 
 /// Whose attempt is kept, and for how long. Read by later commands as well, from the process table.
 #[derive(clap::Args, Clone, Debug)]
@@ -115,7 +115,8 @@ impl Args {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
-    prctl::set_name(NAME)?;
+    // Executed by way of `/proc` it would be called `exe`.
+    prctl::set_name(if args.handle.is_none() { holder::NAME } else { NAME_UNSETTLED })?;
     let mut channel = UnixStream::from(inherit(args.channel)?);
     let got = match args.handle {
         None => take(&args, &channel).map(|never| match never {}),
@@ -216,6 +217,7 @@ fn adopt(args: &Args, handle: RawFd, channel: &mut UnixStream) -> Result<Option<
     if report.send(channel).is_err() || channel.read_exact(&mut [0]).is_err() {
         return Ok(None);
     }
+    prctl::set_name(holder::NAME).map_err(anyhow::Error::from)?;
     Ok(Some(Kept { tree, claim, liveness }))
 }
 

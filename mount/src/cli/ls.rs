@@ -19,10 +19,10 @@ use super::tree::{Status, Tree, TreeArgs};
 #[command(after_help = "\
 States: held, shared (by readers), reporting (only an open result keeps it), orphaned (held, but its connection is
 gone), finished, free. AGE is the time since the state's attempt began, LONGEST how long the first in line has waited.
-AGENT, LONGEST, NOTE and HELD BECAUSE are there where some key has one; the last says why an orphaned key is not free yet.
+AGENT, LONGEST and HELD BECAUSE are there where some key has one; the last says why an orphaned key is not free yet.
 
-On a terminal, long values are shortened to its width and states are coloured (not with NO_COLOR set). Processes that
-wait for each other in a ring are told on stderr.
+On a terminal, long values are shortened to its width, what says less is left out where it is narrow, and states are
+coloured (not with NO_COLOR set); a pipe gets everything. Processes that wait for each other in a ring are told on stderr.
 
 Exit codes: 0 listed, also when there is nothing to list; 2 bad usage or failure.")]
 pub struct Args {
@@ -83,25 +83,25 @@ fn columns() -> [Shown; 12] {
     [
         shown(Column::new("KEY").shrinks_to(12), always, |status, _| show::plain(&status.key)),
         shown(Column::new("STATE"), always, |status, _| status.state.clone()),
-        shown(Column::new("EPOCH"), always, |status, _| status.epoch.to_string()),
-        shown(Column::new("HOLDER").shrinks_to(10), always, |status, _| holder(status)),
-        shown(Column::new("UID"), always, |status, _| {
+        shown(Column::new("EPOCH").spare(2), always, |status, _| status.epoch.to_string()),
+        shown(Column::new("HOLDER").shrinks_to(8), always, |status, _| holder(status)),
+        shown(Column::new("UID").spare(6), always, |status, _| {
             status.holder.as_ref().map_or_else(|| NOTHING.to_owned(), |holder| holder.uid.to_string())
         }),
         shown(
-            Column::new("AGENT").shrinks_to(8),
+            Column::new("AGENT").shrinks_to(8).spare(1),
             |status| status.agent.is_some(),
             |status, _| show::cell(status.agent.as_deref().unwrap_or_default()),
         ),
         shown(Column::new("AGE"), always, |status, now_ms| or_nothing(age_ms(status, now_ms))),
-        shown(Column::new("TTL-LEFT"), always, |status, now_ms| or_nothing(left_ms(status, now_ms))),
+        shown(Column::new("TTL-LEFT").spare(3), always, |status, now_ms| or_nothing(left_ms(status, now_ms))),
         shown(Column::new("WAITERS"), always, |status, _| status.waiters.to_string()),
         shown(
-            Column::new("LONGEST"),
+            Column::new("LONGEST").spare(4),
             |status| !status.line.is_empty(),
             |status, now_ms| or_nothing(longest_wait_ms(status, now_ms)),
         ),
-        shown(Column::new("NOTE").shrinks_to(4), always, |status, _| {
+        shown(Column::new("NOTE").shrinks_to(4).spare(5), always, |status, _| {
             show::cell(status.note.as_deref().unwrap_or_default())
         }),
         shown(

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use leasefs::Ttl;
 
 pub mod abandon;
 pub mod backup;
@@ -44,6 +45,7 @@ pub mod top;
 pub mod tree;
 pub mod unmount;
 pub mod upgrade;
+pub mod usage;
 pub mod verify;
 pub mod wait;
 pub mod watch;
@@ -64,8 +66,8 @@ pub const EXIT_FAILURE: u8 = 2;
     subcommand_value_name = "COMMAND"
 )]
 #[command(after_help = "\
-Commands other than mount and unmount find the tree by --root or LEASEFS_ROOT, else by the working directory, else as
-the only leasefs mount there is. A KEY is a path below claims/ (`team/job`), or its absolute path.
+Commands about keys find the tree by --root or LEASEFS_ROOT, else by the working directory, else as the only leasefs
+mount there is. A KEY is a path below claims/ (`team/job`), or its absolute path.
 
 `leasefs help exit-codes`, `errors`, `json`, `metrics`, `files` and `environment` tell what all commands have in common.")]
 pub struct Cli {
@@ -144,7 +146,11 @@ pub fn main() -> ExitCode {
     if mount_helper::is_called() {
         return mount_helper::main();
     }
-    let (outcome, failure) = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage::refuse(&error),
+    };
+    let (outcome, failure) = match cli.command {
         Command::Mount(args) => (mount::run(args), EXIT_NO),
         Command::Unmount(args) => (unmount::run(args), EXIT_NO),
         Command::Upgrade(args) => (upgrade::run(args), EXIT_NO),
@@ -190,6 +196,11 @@ pub fn complain(message: impl std::fmt::Display) {
     let _ = writeln!(io::stderr(), "leasefs: {message}");
 }
 
+/// Reads how far back or how long: a TTL's forms, for what is none.
+pub fn time_span(text: &str) -> Result<Ttl, String> {
+    text.parse().map_err(|_| "give a time as in 90s, 15m or 1h30m, more than 0 and at most 365d".to_owned())
+}
+
 /// Reads SECS: seconds, a fraction allowed, as `flock -w` has them.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     text.parse::<f64>()
@@ -212,6 +223,25 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed() {
         Cli::command().debug_assert();
+    }
+
+    /// One name for one thing, with the same letter and the same kind of value in every command.
+    #[test]
+    fn options_are_named_alike() {
+        let root = Cli::command();
+        let mut seen = std::collections::BTreeMap::new();
+        for command in help::visible(&root) {
+            for option in command.get_arguments().filter(|option| !option.is_positional()) {
+                let name = option.get_long().unwrap_or_default().to_owned();
+                let value = option.get_value_names().map(|names| names.join(" "));
+                let takes = option.get_action().takes_values().then_some(value);
+                let (first, said) = seen
+                    .entry(name.clone())
+                    .or_insert_with(|| (command.get_name().to_owned(), (option.get_short(), takes.clone())));
+                assert_eq!(*said, (option.get_short(), takes), "--{name} of {first} and of {}", command.get_name());
+            }
+        }
+        assert!(seen.len() > 20, "{seen:?}");
     }
 
     #[test]

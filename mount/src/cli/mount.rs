@@ -42,7 +42,7 @@ pub struct Args {
     #[arg(long)]
     allow_other: bool,
     /// How long a lease lasts without renewal: 90s, 15m, 24h, 1h30m
-    #[arg(long, value_name = "TTL", default_value = "24h")]
+    #[arg(long, value_name = "D", default_value = "24h")]
     ttl: Ttl,
     /// What a grant survives: `full` the machine's power cut, `process` the server's end
     #[arg(long, value_enum, default_value = "full")]

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use leasefs::Key;
 use serde::Serialize;
 
-use super::tree::Tree;
+use super::tree::{self, Tree};
 
 /// What `.leasefs/control` reads.
 #[derive(Serialize)]
@@ -26,7 +26,35 @@ struct Order<'a> {
 /// `ESTALE` when that attempt does not hold the key, `ENOENT` for a key that never was, `EACCES` when it is not the
 /// caller's to give; those of writing.
 pub fn send(tree: &Tree, op: &'static str, key: &Key, epoch: u64, reason: Option<&str>) -> io::Result<()> {
-    send_text(tree, &serde_json::to_string(&Order { op, key: key.as_str(), epoch, reason })?)
+    let order = serde_json::to_string(&Order { op, key: key.as_str(), epoch, reason })?;
+    let mut is_again = false;
+    loop {
+        match send_text(tree, &order) {
+            // The server was replaced, on a kernel that does not resend: it may have done it before, or not.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => is_again = true,
+            Err(error)
+                if is_again && error.raw_os_error() == Some(libc::ESTALE) && was_ended_here(tree, key, epoch) =>
+            {
+                return Ok(());
+            }
+            sent => return sent,
+        }
+    }
+}
+
+/// Whether an attempt was ended by an order of this process.
+fn was_ended_here(tree: &Tree, key: &Key, epoch: u64) -> bool {
+    let history = || {
+        let registry = tree::open_registry(&tree.config().ok()?.state_dir).ok()?;
+        registry.history(key).ok()?.into_iter().find(|attempt| attempt.epoch == epoch)?.reason
+    };
+    history().is_some_and(|why| is_by(&why, std::process::id()))
+}
+
+/// Whether an attempt ended by an order of that process: `by pid P`, `by uid U (pid P)`, and then the reason that was given.
+fn is_by(why: &str, pid: u32) -> bool {
+    let by = why.split(": ").next().unwrap_or(why).trim_end_matches(')');
+    by.starts_with("by ") && by.rsplit(' ').next() == Some(pid.to_string().as_str())
 }
 
 /// Sends any order. One order is one write, and its return is the answer.
@@ -49,4 +77,17 @@ pub fn not_holding(tree: &Tree, key: &Key, epoch: u64) -> String {
         _ => "its holder is not known".to_owned(),
     };
     format!("{key}: epoch {epoch} does not hold it: {now}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_ended_an_attempt_is_known_by_its_pid() {
+        for why in ["by pid 12", "by pid 12: done: by pid 7", "by uid 0 (pid 12)", "by uid 0 (pid 12): it hung"] {
+            assert!(is_by(why, 12) && !is_by(why, 2) && !is_by(why, 7), "{why}");
+        }
+        assert!(!is_by("exited 12", 12));
+    }
 }

@@ -75,12 +75,15 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
     line("waiters", &status.waiters.to_string())?;
     for Waiting { pid, uid, command, since, mode, .. } in &status.line {
         let command = show::plain(command);
-        line("", &format!("pid {pid} ({command}), uid {uid}, {mode}, since {}", with_distance(since, show::now_ms())))?;
+        let waited = show::parse_ms(since).map_or_else(|| since.clone(), |at_ms| show::span(show::now_ms() - at_ms));
+        line("", &format!("pid {pid} ({command}), uid {uid}, {mode}, for {waited}"))?;
     }
+    more(&mut line, status.waiters, status.line.len())?;
     line("sharers", &status.sharers.to_string())?;
     for Sharing { pid, uid, command, .. } in &status.sharing {
         line("", &format!("pid {pid} ({}), uid {uid}", show::plain(command)))?;
     }
+    more(&mut line, status.sharers, status.sharing.len())?;
     if let Some(note) = status.note.as_deref().filter(|note| !note.is_empty()) {
         line("note", &show::plain(note.trim_end()))?;
     }
@@ -92,6 +95,14 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
         line("result", &format!("{} ({} bytes, {})", path.display(), result.size, result.committed))?;
     }
     Ok(())
+}
+
+/// The lists of a status have the first 100 only: says how many are not in it.
+fn more(line: &mut impl FnMut(&str, &str) -> io::Result<()>, all: u64, listed: usize) -> io::Result<()> {
+    match all.saturating_sub(listed as u64) {
+        0 => Ok(()),
+        rest => line("", &format!("and {rest} more")),
+    }
 }
 
 /// `2026-01-01T00:00:00Z (3s ago)`, or `(in 3s)`.

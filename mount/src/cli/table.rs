@@ -16,18 +16,25 @@ pub struct Column {
     head: &'static str,
     /// Narrowest it may become; none: it is never shortened.
     min: Option<usize>,
+    /// Left out where the terminal is too narrow, the highest first; 0: never.
+    spare: u8,
     right: bool,
 }
 
 impl Column {
     /// A column of this head, which keeps its width.
     pub fn new(head: &'static str) -> Column {
-        Column { head, min: None, right: false }
+        Column { head, min: None, spare: 0, right: false }
     }
 
     /// The same, which gives way down to `min` columns of the terminal where the table is too wide.
     pub fn shrinks_to(self, min: usize) -> Column {
         Column { min: Some(min.max(self.head.len())), ..self }
+    }
+
+    /// The same, which is left out where the table would be too wide though all is shortened: the highest first.
+    pub fn spare(self, spare: u8) -> Column {
+        Column { spare, ..self }
     }
 
     /// The same, for numbers.
@@ -100,12 +107,12 @@ impl Table {
 
     /// Writes it, two blanks between columns, no blanks at the ends of lines.
     pub fn write(&self, out: &mut impl Write, look: Look) -> io::Result<()> {
-        let widths = self.widths(look.width);
+        let (kept, widths) = self.layout(look.width);
         let heads: Vec<String> = self.columns.iter().map(|column| column.head.to_owned()).collect();
         let bold: Vec<_> = (0..heads.len()).map(|at| (at, Style::new().bold())).collect();
-        self.line(out, &heads, &bold, &widths, look)?;
+        self.line(out, &heads, &bold, (&kept, &widths), look)?;
         for (row, styles) in self.rows.iter().zip(&self.styles) {
-            self.line(out, row, styles, &widths, look)?;
+            self.line(out, row, styles, (&kept, &widths), look)?;
         }
         Ok(())
     }
@@ -115,13 +122,14 @@ impl Table {
         out: &mut impl Write,
         cells: &[String],
         styles: &[(usize, Style)],
-        widths: &[usize],
+        (kept, widths): (&[usize], &[usize]),
         look: Look,
     ) -> io::Result<()> {
-        let last = cells.iter().rposition(|cell| !cell.is_empty()).unwrap_or(0);
+        let last = kept.iter().rposition(|at| !cells[*at].is_empty()).unwrap_or(0);
         let mut blanks = 0;
-        for (at, ((cell, wide), column)) in cells.iter().zip(widths).zip(&self.columns).enumerate().take(last + 1) {
-            let text = clip(cell, *wide);
+        for at in kept.iter().copied().take(last + 1) {
+            let (wide, column) = (widths[at], &self.columns[at]);
+            let text = clip(&cells[at], wide);
             let rest = wide - width(&text);
             let (before, after) = if column.right { (rest, 0) } else { (0, rest) };
             write!(out, "{:1$}", "", blanks + before)?;
@@ -134,23 +142,31 @@ impl Table {
         writeln!(out)
     }
 
-    /// What each column takes. Where that is too much, the widest of those that may gives way first.
-    fn widths(&self, limit: Option<usize>) -> Vec<usize> {
+    /// Which columns are shown, and what each takes. Where that is too much, the widest of those that may gives way
+    /// first; where that is not enough, whole columns do.
+    fn layout(&self, limit: Option<usize>) -> (Vec<usize>, Vec<usize>) {
         let mut widths: Vec<usize> = self.columns.iter().map(|column| width(column.head)).collect();
         for row in &self.rows {
             for (wide, cell) in widths.iter_mut().zip(row) {
                 *wide = (*wide).max(width(cell));
             }
         }
-        let gaps = GAP * widths.len().saturating_sub(1);
-        let mut excess = limit.map_or(0, |limit| (widths.iter().sum::<usize>() + gaps).saturating_sub(limit));
-        while excess > 0 {
-            let may = |at: &usize| self.columns[*at].min.is_some_and(|min| widths[*at] > min);
-            let Some(widest) = (0..widths.len()).filter(may).max_by_key(|at| widths[*at]) else { break };
-            widths[widest] -= 1;
-            excess -= 1;
+        let mut kept: Vec<usize> = (0..widths.len()).collect();
+        let Some(limit) = limit else { return (kept, widths) };
+        let gaps = |kept: &[usize]| GAP * kept.len().saturating_sub(1);
+        let least = |at: usize| self.columns[at].min.map_or(widths[at], |min| min.min(widths[at]));
+        while kept.iter().map(|at| least(*at)).sum::<usize>() + gaps(&kept) > limit {
+            let spare = |at: &usize| self.columns[*at].spare;
+            let Some(most) = kept.iter().copied().max_by_key(spare).filter(|at| spare(at) > 0) else { break };
+            kept.retain(|at| *at != most);
         }
-        widths
+        let taken = kept.iter().map(|at| widths[*at]).sum::<usize>() + gaps(&kept);
+        for _ in limit..taken {
+            let may = |at: &usize| self.columns[*at].min.is_some_and(|min| widths[*at] > min);
+            let Some(widest) = kept.iter().copied().filter(may).max_by_key(|at| widths[*at]) else { break };
+            widths[widest] -= 1;
+        }
+        (kept, widths)
     }
 }
 
@@ -183,6 +199,23 @@ mod tests {
         assert_eq!(written(&small(), look(16)), "KEY      N  NOTE\na/lon…   1  x\né       22\n");
         let narrowest = written(&small(), look(3));
         assert!(narrowest.contains("a/l…   1  x\n"), "{narrowest}");
+    }
+
+    #[test]
+    fn a_column_that_can_be_spared_goes_where_the_rest_would_not_fit() {
+        let mut table = Table::new([
+            Column::new("KEY").shrinks_to(4),
+            Column::new("UID").spare(2),
+            Column::new("STATE").spare(1),
+            Column::new("AGE"),
+        ]);
+        table.push(["a/long/key", "0", "held", "3s"].map(str::to_owned));
+        let at = |width| written(&table, Look { width: Some(width), colour: false });
+        assert_eq!(at(21), "KEY   UID  STATE  AGE\na/l…  0    held   3s\n");
+        assert_eq!(at(20), "KEY       STATE  AGE\na/long/…  held   3s\n");
+        assert_eq!(at(11), "KEY     AGE\na/lon…  3s\n");
+        assert_eq!(at(1), "KEY   AGE\na/l…  3s\n");
+        assert!(written(&table, Look::plain()).starts_with("KEY         UID  STATE  AGE\n"), "a pipe gets everything");
     }
 
     #[test]

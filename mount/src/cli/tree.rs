@@ -175,11 +175,19 @@ impl Status {
         matches!(self.state.as_str(), "free" | "finished")
     }
 
-    /// Who is in the way and for how long: `held by pid 7 (make), uid 0, for 3s`.
+    /// Who is in the way and for how long: `held by pid 7 (make), uid 0, agent planner, for 3s`.
     pub fn in_the_way(&self) -> String {
         let mut text = match (&self.holder, self.state.as_str()) {
             (Some(holder), _) => {
-                format!("{} by pid {} ({}), uid {}", self.state, holder.pid, show::cell(&holder.command), holder.uid)
+                let agent = self.agent.as_deref().map(|name| format!(", agent {}", show::cell(name)));
+                format!(
+                    "{} by pid {} ({}), uid {}{}",
+                    self.state,
+                    holder.pid,
+                    show::cell(&holder.command),
+                    holder.uid,
+                    agent.unwrap_or_default()
+                )
             }
             (None, "shared") => format!("shared by {}", self.sharers),
             (None, "free") if self.waiters > 0 => format!("promised to the first of {} waiting", self.waiters),

@@ -30,7 +30,12 @@ pub struct Args {
 /// What is wrong and what to do; then the tree is still mounted.
 pub fn run(args: Args) -> Result<ExitCode> {
     let shown = args.mountpoint.display();
-    let path = resolve(&args.mountpoint).with_context(|| format!("{shown}"))?;
+    let path = match resolve(&args.mountpoint) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            bail!(Failure::NothingThere { path: shown.to_string() })
+        }
+        resolved => resolved.with_context(|| format!("{shown}"))?,
+    };
     if !mountinfo::is_leasefs(&path)? {
         bail!(Failure::NotMounted { path: shown.to_string() });
     }

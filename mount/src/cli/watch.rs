@@ -23,10 +23,10 @@ const NAME_WIDTH: usize = 9;
 /// What to follow, and until when.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Shows what happens from now on: granted, denied, waiting, renewed, released, expired, evicted, completed, finished, lost,
-stale (a handle that lost its lease was refused), shared, unshared, forgotten. `gap` says that so many events were missed:
-this reader was too slow, or the server started anew; what is so now, `leasefs ls` shows. Goes on through restarts and
-upgrades of the server, until Ctrl-C.
+Shows what happens from now on: granted, denied, waiting, renewed, released, expired, evicted, completed, finished,
+lost, stale (a handle that lost its lease was refused), shared, unshared, forgotten, pruned. `gap` says that so many
+events were missed: this reader was too slow, or the server started anew; what is so now, `leasefs ls` shows. Goes on
+through restarts and upgrades of the server, until Ctrl-C.
 
 Exit codes: 0 as many events as --count says were shown, -w was over and no --count given, or its reader closed the pipe; 1
 -w was over before so many came; 2 bad usage or failure.")]

@@ -67,6 +67,18 @@ enum Order {
     Reap {},
 }
 
+/// Most bytes of a reason, as of a note: it is kept with the attempt, and shown.
+const MAX_REASON: usize = 4096;
+
+/// What is recorded of an order: by whom, and what for.
+fn because(by: String, reason: &str) -> Result<Why, Errno> {
+    match reason.len() {
+        0 => Ok(Why::from(by)),
+        1..=MAX_REASON => Ok(Why::from(format!("{by}: {reason}"))),
+        _ => Err(Errno::EFBIG),
+    }
+}
+
 impl LeaseFs {
     pub(super) fn open_status(&self, req: &Caller, key: KeyId, flags: i32, reply: ReplyOpen) {
         if flags & libc::O_ACCMODE != libc::O_RDONLY {
@@ -205,18 +217,16 @@ impl LeaseFs {
     /// What an order asks of which key, where it is for the caller to ask.
     fn plan(&self, req: &Caller, order: Order) -> Result<(KeyId, Input), Errno> {
         let (uid, request) = (req.uid(), req.request());
-        let because =
-            |by: String, reason: &str| Why::from(if reason.is_empty() { by } else { format!("{by}: {reason}") });
         let pid = || self.processes.identify(req.pid()).process.pid;
         Ok(match order {
             Order::Evict { key, epoch, reason } => {
                 let key = self.evictable(req, &key)?;
-                let why = because(format!("by uid {uid} (pid {})", pid()), &reason);
+                let why = because(format!("by uid {uid} (pid {})", pid()), &reason)?;
                 (key, Input::Evict { epoch: Epoch(epoch), why, request })
             }
             Order::Release { key, epoch, reason } => {
                 let key = self.own_key(req, &key)?;
-                let why = because(format!("by pid {}", pid()), &reason);
+                let why = because(format!("by pid {}", pid()), &reason)?;
                 (key, Input::GiveBack { epoch: Epoch(epoch), uid, why, request })
             }
             Order::Renew { key, epoch } => {

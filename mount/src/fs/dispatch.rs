@@ -343,12 +343,16 @@ impl Filesystem for LeaseFs {
         ino: INodeNo,
         name: &OsStr,
         value: &[u8],
-        _flags: i32,
+        flags: i32,
         _position: u32,
         reply: ReplyEmpty,
     ) {
         let _handling = self.handling(req, opcode::SETXATTR, ino);
-        self.set_xattr(&self.caller(req), ino, name, Some(value), reply);
+        let caller = self.caller(req);
+        match self.check_flags(&caller, ino, name, flags) {
+            Ok(()) => self.set_xattr(&caller, ino, name, Some(value), reply),
+            Err(refused) => reply.error(refused),
+        }
         self.settle();
     }
 

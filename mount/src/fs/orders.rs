@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use fuser::{Errno, ReplyWrite};
 use leasefs::Error;
@@ -20,6 +21,9 @@ use crate::clock;
 use crate::errno::errno;
 use crate::flight::Place;
 use crate::watcher::Wait;
+
+/// Between two tries to go on with a prune.
+const AGAIN: Duration = Duration::from_millis(50);
 
 /// Orders that are being carried out, by their number.
 #[derive(Default)]
@@ -63,7 +67,8 @@ impl LeaseFs {
         }
         let Some(number) = self.park_order(req, length, reply) else { return };
         let shared = Arc::clone(self.shared());
-        let work = move || shared.prune(number, bounds);
+        let is_repeated = req.is_repeated;
+        let work = move || shared.prune(number, bounds, is_repeated);
         if let Err(error) = std::thread::Builder::new().name("prune".into()).spawn(work) {
             self.answer_order(number, Err(Error::from(error)));
         }
@@ -95,8 +100,15 @@ impl LeaseFs {
 
 impl Shared {
     /// Carries out an order to prune, for as long as somebody waits for it.
-    fn prune(&self, number: u64, bounds: Bounds) {
-        let begun = self.engine.begin_prune(bounds, clock::now());
+    fn prune(&self, number: u64, bounds: Bounds, is_repeated: bool) {
+        let begun = loop {
+            match self.engine.begin_prune(bounds, clock::now()) {
+                // It was at it when its server was killed, and a backup that waited for it came first: nobody is to be
+                // told of that.
+                Err(Error::Busy) if is_repeated && self.is_awaited(number) => std::thread::sleep(AGAIN),
+                begun => break begun,
+            }
+        };
         let work = |prune: &mut Prune| -> Result<(), Error> {
             while self.is_awaited(number) {
                 let more = self.engine.prune_step(prune, || self.open_results(), clock::now())?;

@@ -79,6 +79,16 @@ impl LeaseFs {
         answer(&names, size, reply);
     }
 
+    /// `XATTR_CREATE` is for an attribute that is not there, `XATTR_REPLACE` for one that is.
+    pub(super) fn check_flags(&self, req: &Caller, ino: INodeNo, name: &OsStr, flags: i32) -> Result<(), Errno> {
+        let Some(attribute) = Attribute::named(name).filter(|_| flags != 0 && !req.is_repeated) else { return Ok(()) };
+        match (flags, self.xattr(ino, attribute).is_some()) {
+            (libc::XATTR_CREATE, true) => Err(Errno::EEXIST),
+            (libc::XATTR_REPLACE, false) => Err(Errno::ENODATA),
+            _ => Ok(()),
+        }
+    }
+
     /// Sets an attribute; without a value, takes it away.
     pub(super) fn set_xattr(&self, req: &Caller, ino: INodeNo, name: &OsStr, value: Option<&[u8]>, reply: ReplyEmpty) {
         let attribute = Attribute::named(name);

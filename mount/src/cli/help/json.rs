@@ -47,7 +47,7 @@ pub const STATUS: Shape = Shape {
         ),
         Field("holder.uid", "number", "user id"),
         Field("holder.gid", "number", "group id"),
-        Field("holder.command", "string", "its command line, shortened"),
+        Field("holder.command", "string", "its name as `ps -o comm` shows it; `(unseen)` where it cannot be seen"),
         Field("agent", "string?", "name of the agent that holds it"),
         Field("since", "time?", "since when the key is in this state; of a held key, when the attempt began"),
         Field("renewed", "time?", "last renewal of the attempt that holds it"),
@@ -97,7 +97,7 @@ pub const HISTORY: Shape = Shape {
         Field("holder.start_time", "number", "as in status"),
         Field("holder.uid", "number", "user id"),
         Field("holder.gid", "number", "group id"),
-        Field("holder.command", "string", "its command line, shortened"),
+        Field("holder.command", "string", "its name as `ps -o comm` shows it; `(unseen)` where it cannot be seen"),
         Field("agent", "string?", "name of the agent that held it"),
         Field("via", "string", "`create` or `lock`"),
         Field("waited_ms", "number", "milliseconds in line before the grant; 0 when at once"),
@@ -120,7 +120,7 @@ pub const HISTORY: Shape = Shape {
 pub const EVENTS: Shape = Shape {
     title: ".leasefs/events, `leasefs watch --json`",
     about: "One object on one line for each event, from when the file was opened. A reader sees events of keys it may \
-            see.",
+            see. `leasefs watch --json` prints the same.",
     fields: &[
         Field("seq", "[number]", "the event's number"),
         Field("time", "[time]", "when"),

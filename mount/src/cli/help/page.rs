@@ -5,6 +5,9 @@ use clap_mangen::roff::{Inline, Roff, bold, roman};
 /// How far an entry's text is set in.
 const INDENT: usize = 8;
 
+/// The term of an entry that is an item of a list.
+pub const ITEM: &str = "-";
+
 /// A part of a page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Block {
@@ -119,6 +122,10 @@ pub fn to_roff(page: &Page, roff: &mut Roff) {
                 roff.control("SS", [text.as_str()]);
             }
             Block::Text(text) => {
+                roff.text(inline(text));
+            }
+            Block::Entry(term, text) if term == ITEM => {
+                roff.control("IP", [ITEM, "2"]);
                 roff.text(inline(text));
             }
             Block::Entry(term, text) => {

@@ -72,7 +72,8 @@ pub fn metrics() -> Page {
     let shown = Metrics::default().render(&gauges, &Outside::default());
     for line in shown.lines() {
         if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
-            page.entry(name, help);
+            // Said once, above.
+            page.entry(name, help.replace(", since this server started", ""));
         }
     }
     page

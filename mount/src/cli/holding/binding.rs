@@ -4,13 +4,14 @@
 //! Safe for the holder: what cannot be seen is no proof of an end. And bounded: what gives no sign of life is not
 //! renewed, so its lease ends at the TTL.
 
+use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::{self, Thread};
 use std::time::Duration;
-use std::{fs, thread};
 
 use anyhow::{Context, Result, anyhow, bail};
 use nix::errno::Errno;
@@ -94,9 +95,18 @@ enum Look {
 /// A text that is looked for in the process table, from a thread of its own: a look may have to wait for a process, and
 /// renewals must not.
 pub struct Sentinel {
-    seen_at: Arc<AtomicU64>,
+    watch: Arc<Watch>,
+    watcher: Thread,
     grace_ends: Duration,
     gone: OwnedFd,
+}
+
+/// What the thread that looks shares with the one that renews, in nanoseconds.
+struct Watch {
+    /// Last sight of the text, on `CLOCK_BOOTTIME`.
+    seen_at: AtomicU64,
+    /// Between two looks.
+    interval: AtomicU64,
 }
 
 impl Sentinel {
@@ -106,22 +116,29 @@ impl Sentinel {
     /// There is no thread or descriptor to be had.
     pub fn watch(text: &str, grace: Duration, ttl: Duration) -> io::Result<Sentinel> {
         let grace_ends = boot_now()? + grace;
-        let seen_at = Arc::new(AtomicU64::new(0));
+        let watch = Arc::new(Watch { seen_at: AtomicU64::new(0), interval: AtomicU64::new(interval(ttl)) });
         let (gone, tell) = io::pipe()?;
-        let (text, seen) = (text.to_owned(), Arc::clone(&seen_at));
-        let interval = LOOK_EVERY.min(ttl / 6).max(Duration::from_millis(50));
-        thread::Builder::new().name("sentinel".to_owned()).spawn(move || {
+        let (text, seen) = (text.to_owned(), Arc::clone(&watch));
+        let thread = thread::Builder::new().name("sentinel".to_owned()).spawn(move || {
             // Its end is the sign: the pipe hangs up.
             let _tell = tell;
             thread::sleep(grace);
-            watch_until_gone(&text, interval, &seen);
+            watch_until_gone(&text, &seen);
         })?;
-        Ok(Sentinel { seen_at, grace_ends, gone: gone.into() })
+        Ok(Sentinel { watch, watcher: thread.thread().clone(), grace_ends, gone: gone.into() })
     }
 
     /// Whether there was a sign of life after this time on `CLOCK_BOOTTIME`; the grace counts as one.
     pub fn is_seen_since(&self, time: Duration, now: Duration) -> bool {
-        now < self.grace_ends || self.seen_at.load(Ordering::Acquire) > nanoseconds(time)
+        now < self.grace_ends || self.watch.seen_at.load(Ordering::Acquire) > nanoseconds(time)
+    }
+
+    /// Looks at least six times per TTL from now on.
+    pub fn look_within(&self, ttl: Duration) {
+        let interval = interval(ttl);
+        if self.watch.interval.swap(interval, Ordering::AcqRel) != interval {
+            self.watcher.unpark();
+        }
     }
 }
 
@@ -132,13 +149,17 @@ impl AsFd for Sentinel {
     }
 }
 
-fn watch_until_gone(text: &str, interval: Duration, seen_at: &AtomicU64) {
+fn interval(ttl: Duration) -> u64 {
+    nanoseconds(LOOK_EVERY.min(ttl / 6).max(Duration::from_millis(50)))
+}
+
+fn watch_until_gone(text: &str, watch: &Watch) {
     let mut was_absent = false;
     loop {
         let look = boot_now().map_or(Look::Unknown, |now| {
             let look = look(Path::new("/proc"), text);
             if look == Look::Seen {
-                seen_at.store(nanoseconds(now), Ordering::Release);
+                watch.seen_at.store(nanoseconds(now), Ordering::Release);
             }
             look
         });
@@ -146,7 +167,12 @@ fn watch_until_gone(text: &str, interval: Duration, seen_at: &AtomicU64) {
             return;
         }
         was_absent = look == Look::Absent;
-        thread::sleep(if was_absent { CONFIRM_AFTER } else { interval });
+        if was_absent {
+            thread::sleep(CONFIRM_AFTER);
+        } else {
+            // Also ended by a change of the interval.
+            thread::park_timeout(Duration::from_nanos(watch.interval.load(Ordering::Acquire)));
+        }
     }
 }
 
@@ -171,7 +197,7 @@ fn look(proc_dir: &Path, text: &str) -> Look {
         if name == own.as_str() || !name.as_encoded_bytes().iter().all(u8::is_ascii_digit) {
             continue;
         }
-        match fs::read(entry.path().join("cmdline")) {
+        match command_line(&entry.path()) {
             Ok(line) => {
                 if contains(&line, text) && !is_holding(&line) {
                     return Look::Seen;
@@ -182,6 +208,22 @@ fn look(proc_dir: &Path, text: &str) -> Look {
         }
     }
     if complete { Look::Absent } else { Look::Unknown }
+}
+
+/// A process whose first thread has ended while others go on shows its command line by them alone.
+fn command_line(process: &Path) -> io::Result<Vec<u8>> {
+    let line = fs::read(process.join("cmdline"))?;
+    if !line.is_empty() {
+        return Ok(line);
+    }
+    for thread in fs::read_dir(process.join("task"))? {
+        match fs::read(thread?.path().join("cmdline")) {
+            Ok(line) if !line.is_empty() => return Ok(line),
+            Err(error) if !is_gone(&error) => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(line)
 }
 
 fn is_gone(error: &io::Error) -> bool {

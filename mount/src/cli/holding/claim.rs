@@ -23,8 +23,8 @@ use nix::unistd::ftruncate;
 
 use super::time::{Timer, boot_now};
 use super::waiting::Mention;
-use crate::cli::complain;
-use crate::cli::tree::{Tree, trouble};
+use crate::cli::tree::{Status, Tree, trouble};
+use crate::cli::{complain, show};
 
 /// A signal that arrives before `flock` has begun to wait is missed by it, so the alarm goes on ringing.
 const ALARM_INTERVAL: Duration = Duration::from_millis(20);
@@ -93,6 +93,8 @@ pub struct Claim {
     /// Next renewal, on `CLOCK_BOOTTIME`.
     due_at: Duration,
     complained: bool,
+    /// `status/KEY` as it was last read; none where it could not be.
+    news: Option<File>,
 }
 
 impl Claim {
@@ -104,9 +106,13 @@ impl Claim {
         let epoch = read_epoch(&file)?;
         let now = boot_now()?;
         let ttl = Ttl::default().as_duration();
-        let mut claim = Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false };
+        let mut claim = Claim::new(key, epoch, file, ttl, now);
         claim.note_renewal(tree, now);
         Ok(claim)
+    }
+
+    fn new(key: Key, epoch: u64, file: File, ttl: Duration, now: Duration) -> Claim {
+        Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false, news: None }
     }
 
     /// The key.
@@ -178,7 +184,7 @@ impl Claim {
 
     fn note_renewal(&mut self, tree: &Tree, at: Duration) {
         // The TTL may have been changed by xattr, ours or another process of this uid.
-        if let Ok(Some(status)) = tree.status(&self.key)
+        if let Some(status) = self.read_news(tree)
             && status.epoch == self.epoch
             && let Some(ttl_ms) = status.ttl_ms
         {
@@ -187,6 +193,50 @@ impl Claim {
         self.renewed_at = at;
         self.due_at = at + self.ttl / 3;
         self.complained = false;
+    }
+
+    /// Reports `POLLPRI` when something has changed that [`Claim::take_notice`] is to look at.
+    pub fn news(&self) -> Option<BorrowedFd<'_>> {
+        self.news.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Looks at what has changed: the TTL may have been set by another process of this uid.
+    ///
+    /// # Errors
+    /// There is no clock.
+    pub fn take_notice(&mut self, tree: &Tree) -> nix::Result<()> {
+        match self.read_news(tree) {
+            Some(status) => self.follow(&status),
+            None => Ok(()),
+        }
+    }
+
+    /// Renews in time for the TTL that the key has now, which counts from when it was set.
+    ///
+    /// # Errors
+    /// There is no clock.
+    pub fn follow(&mut self, status: &Status) -> nix::Result<()> {
+        let ttl = status.ttl_ms.map_or(self.ttl, Duration::from_millis);
+        if status.epoch != self.epoch || ttl == self.ttl {
+            return Ok(());
+        }
+        let now = boot_now()?;
+        if let Some(expires_ms) = status.expires.as_deref().and_then(show::parse_ms) {
+            let left = Duration::from_millis(u64::try_from(expires_ms - show::now_ms()).unwrap_or(0));
+            self.renewed_at = (now + left.min(ttl)).saturating_sub(ttl);
+        }
+        self.ttl = ttl;
+        self.due_at = now;
+        Ok(())
+    }
+
+    /// A file that cannot be read is not kept: it would report for ever.
+    fn read_news(&mut self, tree: &Tree) -> Option<Status> {
+        self.news = None;
+        let file = tree.open_status(&self.key).ok()??;
+        let status = Status::read(&file).ok()?;
+        self.news = Some(file);
+        Some(status)
     }
 
     /// How the loss of this lease is told.
@@ -280,7 +330,7 @@ fn claimed(tree: &Tree, key: Key, file: File, ttl: Option<Ttl>) -> Result<Claim,
     renew_by(&file).map_err(|errno| refused(errno.into()))?;
     let epoch = read_epoch(&file).map_err(refused)?;
     let ttl = ttl.unwrap_or_default().as_duration();
-    let mut claim = Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false };
+    let mut claim = Claim::new(key, epoch, file, ttl, now);
     claim.note_renewal(tree, now);
     Ok(claim)
 }
@@ -405,6 +455,8 @@ fn watch_beside(
         }
         let watched = [stop.as_fd(), timer.as_fd()].into_iter().chain(until.iter().copied());
         let mut fds: Vec<PollFd> = watched.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        let first_news = fds.len();
+        fds.extend(taken.iter().filter_map(Claim::news).map(|news| PollFd::new(news, PollFlags::POLLPRI)));
         match poll(&mut fds, PollTimeout::NONE) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno),
@@ -412,8 +464,12 @@ fn watch_beside(
         if fds[0].any() == Some(true) {
             return Ok(None);
         }
-        if fds[2..].iter().any(|fd| fd.any() == Some(true)) {
+        if fds[2..first_news].iter().any(|fd| fd.any() == Some(true)) {
             return Ok(Some(format!("{key}: no longer waited for")));
+        }
+        if fds[first_news..].iter().any(|fd| fd.any() == Some(true)) {
+            drop(fds);
+            taken.iter_mut().try_for_each(|claim| claim.take_notice(tree))?;
         }
         mention.say(boot_now()?);
         if let Some(lost) = renew_due(taken, tree)? {

@@ -1,5 +1,6 @@
 //! The process that keeps an attempt (`leasefs hold`): starting it, and knowing it again.
 
+use std::ffi::CStr;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
@@ -18,6 +19,9 @@ use super::identity::Stat;
 use crate::cli::hold;
 use crate::cli::tree::Status;
 use crate::cli::{self, Cli};
+
+/// What `ps` calls it.
+pub const NAME: &CStr = c"leasefs";
 
 /// How the taking went.
 #[derive(Debug, Deserialize, Serialize)]
@@ -118,6 +122,11 @@ fn detach(kept: [Option<i32>; 2]) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether it keeps its attempt: before it hears that its epoch was told, it has another name.
+pub fn is_kept(pid: u32) -> bool {
+    fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_ascii_end() == NAME.to_bytes())
 }
 
 /// Who has the key, as far as this process can see.

@@ -50,6 +50,13 @@ impl Liveness {
         }
     }
 
+    /// Has signs of life looked for often enough for this TTL.
+    fn look_within(&self, ttl: Duration) {
+        if let Liveness::Sentinel(_, sentinel) = self {
+            sentinel.look_within(ttl);
+        }
+    }
+
     /// Why the attempt ends with it.
     fn epitaph(&self) -> String {
         match self {
@@ -81,7 +88,8 @@ pub fn until_over(tree: &Tree, mut claim: Claim, liveness: &Liveness) -> Result<
     // When it is over by itself, for a tree that does not answer; on CLOCK_BOOTTIME.
     let mut ends_at = boot_now()? + claim.ttl();
     loop {
-        let standing = standing(tree, &claim, &mut ends_at)?;
+        let standing = standing(tree, &mut claim, &mut ends_at)?;
+        liveness.look_within(claim.ttl());
         match standing {
             Standing::Over => return Ok(()),
             Standing::Unknown if boot_now()? >= ends_at => return Ok(()),
@@ -128,7 +136,7 @@ fn renew(tree: &Tree, claim: &mut Claim, liveness: &Liveness) -> Result<Renewal>
     Ok(Renewal::Kept)
 }
 
-fn standing(tree: &Tree, claim: &Claim, ends_at: &mut Duration) -> Result<Standing> {
+fn standing(tree: &Tree, claim: &mut Claim, ends_at: &mut Duration) -> Result<Standing> {
     let seen = match tree.open_status(claim.key()) {
         Ok(Some(file)) => Status::read(&file).ok().map(|status| (file, status)),
         Ok(None) | Err(_) => None,
@@ -141,6 +149,7 @@ fn standing(tree: &Tree, claim: &Claim, ends_at: &mut Duration) -> Result<Standi
         let left_ms = u64::try_from(expires_ms - show::now_ms()).unwrap_or(0);
         *ends_at = boot_now()? + Duration::from_millis(left_ms);
     }
+    claim.follow(&status)?;
     Ok(match status.state.as_str() {
         "held" => Standing::Held(file),
         "orphaned" => Standing::Orphaned,

@@ -6,7 +6,7 @@
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
 use std::ops::ControlFlow;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitStatus};
@@ -108,6 +108,15 @@ impl Signals {
     }
 }
 
+/// Claims that have something to tell.
+#[derive(Default)]
+struct Heard {
+    /// The handle reports trouble.
+    alarmed: Vec<usize>,
+    /// Something has changed: the TTL, perhaps.
+    news: Vec<usize>,
+}
+
 /// The leases while the command runs.
 struct Watch<'a> {
     tree: &'a Tree,
@@ -129,7 +138,7 @@ impl Watch<'_> {
     /// Waits for the command's end.
     fn until_end(&mut self, signals: &Signals) -> Result<End> {
         let timer = Timer::new()?;
-        let mut alarmed = Vec::new();
+        let mut heard = Heard::default();
         loop {
             while let Some(info) = signals.fd.read_signal()? {
                 self.take(&info)?;
@@ -138,7 +147,10 @@ impl Watch<'_> {
                 return Ok(end);
             }
             if !self.lost {
-                self.renew(&alarmed)?;
+                for index in heard.news {
+                    self.claims[index].take_notice(self.tree)?;
+                }
+                self.renew(&heard.alarmed)?;
                 self.shared.set_limits(Limits::of(self.claims));
             }
             let mut wake_at = self.claims.iter().map(Claim::due_at).min().filter(|_| !self.lost);
@@ -154,7 +166,7 @@ impl Watch<'_> {
                 Some(at) => timer.ring_at(at)?,
                 None => timer.stop()?,
             }
-            alarmed = self.sleep(&timer, signals)?;
+            heard = self.sleep(&timer, signals)?;
         }
     }
 
@@ -264,8 +276,8 @@ impl Watch<'_> {
         while waitpid(pid, None) == Err(Errno::EINTR) {}
     }
 
-    /// Sleeps until something happens; gives the claims whose handle reports trouble.
-    fn sleep(&self, timer: &Timer, signals: &Signals) -> nix::Result<Vec<usize>> {
+    /// Sleeps until something happens; gives the claims that have something to tell.
+    fn sleep(&self, timer: &Timer, signals: &Signals) -> nix::Result<Heard> {
         let mut fds =
             vec![PollFd::new(signals.fd.as_fd(), PollFlags::POLLIN), PollFd::new(timer.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.guard.as_ref().map(|guard| PollFd::new(guard.link.as_fd(), PollFlags::POLLIN)));
@@ -275,13 +287,26 @@ impl Watch<'_> {
         };
         let first = fds.len();
         fds.extend(watched.iter().map(|index| PollFd::new(self.claims[*index].file().as_fd(), PollFlags::empty())));
+        // Nobody renews any more once the command is being ended.
+        let renews = !self.lost && (self.guard.is_some() || self.family.is_some());
+        let followed: Vec<(usize, BorrowedFd<'_>)> = match renews {
+            true => self.claims.iter().enumerate().filter_map(|(index, claim)| Some((index, claim.news()?))).collect(),
+            false => Vec::new(),
+        };
+        let first_news = fds.len();
+        fds.extend(followed.iter().map(|(_, news)| PollFd::new(*news, PollFlags::POLLPRI)));
         match poll(&mut fds, PollTimeout::NONE) {
             Ok(_) => {}
-            Err(Errno::EINTR) => return Ok(Vec::new()),
+            Err(Errno::EINTR) => return Ok(Heard::default()),
             Err(errno) => return Err(errno),
         }
-        let reports = fds[first..].iter().map(|fd| fd.any() == Some(true));
-        Ok(watched.into_iter().zip(reports).filter_map(|(index, report)| report.then_some(index)).collect())
+        let reports = |fd: &PollFd<'_>| fd.any() == Some(true);
+        let alarms = watched.into_iter().zip(&fds[first..first_news]);
+        let news = followed.into_iter().map(|(index, _)| index).zip(&fds[first_news..]);
+        Ok(Heard {
+            alarmed: alarms.filter_map(|(index, fd)| reports(fd).then_some(index)).collect(),
+            news: news.filter_map(|(index, fd)| reports(fd).then_some(index)).collect(),
+        })
     }
 
     /// Renews what is due, and what reports trouble: the answer tells whether it is lost.

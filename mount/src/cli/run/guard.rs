@@ -10,7 +10,8 @@
 //! both: the command has the handle itself, and whichever of the two is left renews the lease.
 //!
 //! The guard asks nothing of the tree that a server which does not answer could hold up, except where a handle has just
-//! reported, and where it renews in its runner's place.
+//! reported, and where it renews in its runner's place. Before it ends a command for want of a renewal it has a thread
+//! ask whether somebody else has renewed, and waits for the answer no longer than until then.
 
 use std::ffi::CStr;
 use std::fs::OpenOptions;
@@ -19,6 +20,8 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -79,7 +82,7 @@ pub fn start(
         ForkResult::Child => {
             // The runner's death closes the last copy of its end.
             drop(ours);
-            let post = Post { link: theirs, rules, tree, claims, shared, renews: false };
+            let post = Post { link: theirs, rules, tree, claims, shared, renews: false, asked: Duration::ZERO };
             let guarded = catch_unwind(AssertUnwindSafe(|| post.work(command, mask)));
             let failed = match guarded {
                 Ok(Ok(())) => false,
@@ -104,6 +107,8 @@ struct Post<'a> {
     shared: Shared,
     /// In the place of a runner that is gone.
     renews: bool,
+    /// The time for TERM before which the tree was asked for a later one.
+    asked: Duration,
 }
 
 /// What wakes the guard, besides the holder handles: their numbers come after these.
@@ -111,6 +116,15 @@ const LINK: u64 = 0;
 const CHILDREN: u64 = 1;
 const TIMER: u64 = 2;
 const FIRST_CLAIM: u64 = 3;
+
+/// What the claims tell.
+#[derive(Default)]
+struct Heard {
+    /// A holder handle has reported: a lease may be lost.
+    alarmed: bool,
+    /// Claims of which something has changed: the TTL, perhaps.
+    news: Vec<usize>,
+}
 
 /// Where the guard sleeps.
 struct Bed {
@@ -195,8 +209,13 @@ impl Post<'_> {
     /// From the command's start until it has ended, by itself or by the guard.
     fn watch(mut self, mut family: Family, bed: &Bed) -> io::Result<()> {
         let mut reason = Reason::Itself;
-        let mut alarmed = false;
+        let mut heard = Heard::default();
         loop {
+            for index in heard.news {
+                if let Some(claim) = self.claims.get_mut(index) {
+                    claim.take_notice(self.tree)?;
+                }
+            }
             let mut ends = self.heed(&family, bed)?;
             family.reap();
             let now = boot_now()?;
@@ -204,7 +223,7 @@ impl Post<'_> {
                 if family.status().is_some() {
                     break;
                 }
-                if alarmed && self.claims.iter().any(|claim| !claim.is_held()) {
+                if heard.alarmed && self.claims.iter().any(|claim| !claim.is_held()) {
                     ends = Some(Reason::LeaseLost);
                 }
                 if let Some(why) = ends.or(self.runs_out(now)?) {
@@ -219,10 +238,16 @@ impl Post<'_> {
                     None => break,
                 },
                 false if self.renews => self.claims.iter().map(Claim::due_at).min().unwrap_or(Duration::MAX),
-                false => self.shared.limits().term_at,
+                false => match self.shared.limits() {
+                    limits if self.asked == limits.term_at => limits.term_at,
+                    limits => limits.ask_at(),
+                },
             };
+            if self.renews && !family.is_ending() {
+                self.follow(bed);
+            }
             bed.timer.ring_at(next)?;
-            alarmed = self.sleep(bed)?;
+            heard = self.sleep(bed)?;
         }
         self.link.send(&News::Ended(family.status(), reason));
         Ok(())
@@ -261,10 +286,31 @@ impl Post<'_> {
         }
     }
 
+    /// Asks the tree, for so long, whether the leases go on although their runner has not renewed them: the command may
+    /// have done so itself. In a thread, which is left to a server that does not answer.
+    fn ask(&self, within: Duration) {
+        let attempts: Vec<_> = self.claims.iter().map(|claim| (claim.key().clone(), claim.epoch())).collect();
+        let (tell, told) = mpsc::channel();
+        let tree = self.tree.clone();
+        let asked = thread::Builder::new().spawn(move || tell.send(Limits::asked(&tree, &attempts)));
+        if asked.is_ok()
+            && let Ok(Some(limits)) = told.recv_timeout(within)
+            && limits.term_at > self.shared.limits().term_at
+        {
+            self.shared.set_limits(limits);
+        }
+    }
+
     /// Whether the command is to be ended because a lease is not renewed in time. Renews it, where there is nobody else.
     fn runs_out(&mut self, now: Duration) -> nix::Result<Option<Reason>> {
         if !self.renews {
-            return Ok((now >= self.shared.limits().term_at).then_some(Reason::LeaseRunsOut));
+            let limits = self.shared.limits();
+            if now < limits.term_at && now >= limits.ask_at() && self.asked != limits.term_at {
+                self.asked = limits.term_at;
+                self.ask(limits.term_at - now);
+            }
+            let runs_out = now >= self.shared.limits().term_at;
+            return Ok(runs_out.then_some(Reason::LeaseRunsOut));
         }
         for claim in self.claims.iter_mut().filter(|claim| claim.due_at() <= now) {
             if claim.renew(self.tree)? == Renewal::Lost {
@@ -277,8 +323,20 @@ impl Post<'_> {
         Ok(runs_out.then_some(Reason::LeaseRunsOut))
     }
 
-    /// Sleeps until something happens. Whether a holder handle has reported, of which each is heard once.
-    fn sleep(&self, bed: &Bed) -> nix::Result<bool> {
+    /// Has it told when a TTL is changed. A file that was read anew is another one; once it has reported it is not heard
+    /// again.
+    fn follow(&self, bed: &Bed) {
+        let first_news = FIRST_CLAIM + self.claims.len() as u64;
+        for (number, claim) in (first_news..).zip(self.claims.iter()) {
+            if let Some(news) = claim.news() {
+                // Most are there already.
+                let _ = bed.epoll.add(news, EpollEvent::new(EpollFlags::EPOLLPRI | EpollFlags::EPOLLONESHOT, number));
+            }
+        }
+    }
+
+    /// Sleeps until something happens, and gives what the claims tell. Each holder handle is heard once.
+    fn sleep(&self, bed: &Bed) -> nix::Result<Heard> {
         let mut events = [EpollEvent::empty(); 8];
         let count = match bed.epoll.wait(&mut events, EpollTimeout::NONE) {
             Ok(count) => count,
@@ -286,15 +344,18 @@ impl Post<'_> {
             Err(errno) => return Err(errno),
         };
         while bed.children.read_signal()?.is_some() {}
-        let mut alarmed = false;
+        let mut heard = Heard::default();
         for event in &events[..count] {
-            let claim = event.data().checked_sub(FIRST_CLAIM).and_then(|index| self.claims.get(index as usize));
-            if let Some(claim) = claim {
-                // It reports for ever, be it a loss or a server that is gone for good.
-                let _ = bed.epoll.delete(claim.file());
-                alarmed = true;
+            let Some(index) = event.data().checked_sub(FIRST_CLAIM).map(|index| index as usize) else { continue };
+            match self.claims.get(index) {
+                Some(claim) => {
+                    // It reports for ever, be it a loss or a server that is gone for good.
+                    let _ = bed.epoll.delete(claim.file());
+                    heard.alarmed = true;
+                }
+                None => heard.news.push(index - self.claims.len()),
             }
         }
-        Ok(alarmed)
+        Ok(heard)
     }
 }

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use leasefs::Key;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
@@ -20,6 +21,9 @@ use serde::de::DeserializeOwned;
 
 use super::program::Missing;
 use crate::cli::holding::claim::Claim;
+use crate::cli::holding::time::boot_now;
+use crate::cli::show;
+use crate::cli::tree::Tree;
 
 /// Longest message, in bytes.
 const LONGEST: usize = 256;
@@ -124,10 +128,34 @@ impl Limits {
     /// Those of these leases, as of their last renewal. Renewals are dated from before they were asked for, so no lease
     /// ends earlier than it is taken to here.
     pub fn of(claims: &[Claim]) -> Limits {
-        claims.iter().map(|claim| Limits::of_lease(claim.renewed_at(), claim.ttl())).fold(
-            Limits { term_at: Duration::MAX, kill_at: Duration::MAX },
-            |first, next| Limits { term_at: first.term_at.min(next.term_at), kill_at: first.kill_at.min(next.kill_at) },
-        )
+        Limits::earliest(claims.iter().map(|claim| Limits::of_lease(claim.renewed_at(), claim.ttl())))
+    }
+
+    /// When to ask the tree whether somebody else has renewed: early enough for an answer before TERM.
+    pub fn ask_at(self) -> Duration {
+        self.term_at.saturating_sub(self.kill_at.saturating_sub(self.term_at) / 2)
+    }
+
+    /// The earlier of each.
+    fn earliest(all: impl Iterator<Item = Limits>) -> Limits {
+        all.fold(Limits { term_at: Duration::MAX, kill_at: Duration::MAX }, |first, next| Limits {
+            term_at: first.term_at.min(next.term_at),
+            kill_at: first.kill_at.min(next.kill_at),
+        })
+    }
+
+    /// Those of these attempts as the tree knows them; none where it does not answer, or one is over.
+    pub fn asked(tree: &Tree, attempts: &[(Key, u64)]) -> Option<Limits> {
+        let of_attempt = |(key, epoch): &(Key, u64)| {
+            let status = tree.status(key).ok()??;
+            let held = status.epoch == *epoch && status.state == "held";
+            let expires_ms = status.expires.as_deref().and_then(show::parse_ms).filter(|_| held)?;
+            let left = Duration::from_millis(u64::try_from(expires_ms - show::now_ms()).ok()?);
+            let ttl = Duration::from_millis(status.ttl_ms?);
+            Some(Limits::of_lease((boot_now().ok()? + left.min(ttl)).checked_sub(ttl)?, ttl))
+        };
+        let all: Option<Vec<Limits>> = attempts.iter().map(of_attempt).collect();
+        all.map(|all| Limits::earliest(all.into_iter()))
     }
 
     fn of_lease(renewed_at: Duration, ttl: Duration) -> Limits {

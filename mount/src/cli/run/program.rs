@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use nix::errno::Errno;
 use nix::unistd::{AccessFlags, access};
 use serde::{Deserialize, Serialize};
 
@@ -17,14 +18,17 @@ pub enum Missing {
     NotFound,
     /// It may not be executed.
     NotExecutable,
+    /// Anything else, by the number of the error: too long a command line, too many processes.
+    Failed(i32),
 }
 
 impl Missing {
     /// Says so, and gives the exit code that `env` gives.
     pub fn report(self, name: &OsStr) -> ExitCode {
         let (what, code) = match self {
-            Missing::NotFound => ("command not found: check its name and PATH", 127),
-            Missing::NotExecutable => ("cannot be executed: check its permissions", 126),
+            Missing::NotFound => ("command not found: check its name and PATH".to_owned(), 127),
+            Missing::NotExecutable => ("cannot be executed: check its permissions".to_owned(), 126),
+            Missing::Failed(number) => (format!("cannot be executed: {}", Errno::from_raw(number).desc()), 126),
         };
         complain(format_args!("{}: {what}", name.display()));
         ExitCode::from(code)
@@ -32,7 +36,11 @@ impl Missing {
 
     /// What an error of starting it means.
     pub fn of(error: &io::Error) -> Missing {
-        if error.kind() == io::ErrorKind::NotFound { Missing::NotFound } else { Missing::NotExecutable }
+        match error.raw_os_error().map(Errno::from_raw) {
+            Some(Errno::ENOENT) => Missing::NotFound,
+            Some(errno) if errno != Errno::EACCES => Missing::Failed(errno as i32),
+            _ => Missing::NotExecutable,
+        }
     }
 }
 
@@ -56,7 +64,7 @@ fn find_program_in(name: &OsStr, path: &OsStr) -> Result<PathBuf, Missing> {
         match check_program(&dir.join(name)) {
             Ok(program) => return Ok(program),
             Err(Missing::NotExecutable) => missing = Missing::NotExecutable,
-            Err(Missing::NotFound) => {}
+            Err(_) => {}
         }
     }
     Err(missing)

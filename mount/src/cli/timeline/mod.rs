@@ -42,7 +42,7 @@ pub struct Args {
     #[arg(value_name = "KEY")]
     pub keys: Vec<String>,
     /// How far back, as in 90s or 24h
-    #[arg(long, value_name = "D")]
+    #[arg(long, value_name = "D", value_parser = super::time_span)]
     pub since: Option<Ttl>,
     /// State directory, for a tree that is not mounted
     #[arg(long, value_name = "DIR")]

@@ -50,8 +50,8 @@ pub struct Args {
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
     pub prefix: String,
     /// Print one table and end, also where there is no terminal
-    #[arg(short = 'b', long, visible_alias = "batch")]
-    pub once: bool,
+    #[arg(short, long)]
+    pub batch: bool,
     /// Also keys that are free
     #[arg(short, long)]
     pub all: bool,
@@ -75,11 +75,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let prefix = listing::prefix(&tree, &args.prefix)?;
     let mut model = Model::new(tree.root(), prefix);
     (model.shows_free, model.sort, model.is_reversed) = (args.all, args.sort, args.reverse);
-    if args.once {
+    if args.batch {
         return once(&tree, &mut model);
     }
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
-        bail!("top: its input and output have to be a terminal: use `leasefs top --once` for one table");
+        bail!("top: its input and output have to be a terminal: use `leasefs top --batch` for one table");
     }
     live(&tree, model, args.interval.max(SHORTEST))?;
     Ok(ExitCode::SUCCESS)
