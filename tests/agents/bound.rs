@@ -98,7 +98,7 @@ fn the_wait_in_line_ends_with_the_process_too() {
     process.wait();
     assert_eq!(claim.wait().code(), Some(2));
     tools.mount.wait_status("job", "nobody waits", |status| status["waiters"] == 0);
-    assert_eq!(tools.holders(), [tools.holder("job")]);
+    assert_eq!(tools.mount.holders(), [tools.holder("job")]);
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn the_worker_has_the_handle_and_the_lease_ends_with_its_last_copy() {
     let holder = &status["holder"];
     assert_eq!((holder["pid"].as_i64(), holder["command"].as_str()), (Some(i64::from(pid)), Some("bash")));
     assert_eq!((status["agent"].as_str(), status["ttl_ms"].as_u64()), (Some("planner"), Some(600_000)));
-    assert!(tools.holders().is_empty(), "there is no other process");
+    assert!(tools.mount.holders().is_empty(), "there is no other process");
     worker.finish();
     assert_eq!(tools.mount.state_of("job"), "held", "its child has a copy");
     child.kill();

@@ -91,7 +91,7 @@ fn what_would_always_be_there_or_means_nothing_is_refused() {
     }
     assert_eq!(tools.mount.state_of("job"), "free");
     assert_refused(&tools.step("leasefs claim no/such/job --sentinel x"), 2, &["namespace does not exist", "mkdir -p"]);
-    assert!(tools.holders().is_empty());
+    assert!(tools.mount.holders().is_empty());
 }
 
 #[test]

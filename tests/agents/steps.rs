@@ -68,7 +68,7 @@ fn claiming_again_renews_with_the_same_epoch() {
     assert_eq!(tools.claim("job --agent planner --ttl 20m -n"), 1);
     assert_eq!(tools.mount.status("job")["ttl_ms"], 1_200_000);
     assert_eq!(tools.claim("job --agent planner --once"), 1);
-    assert_eq!((tools.holder("job"), tools.holders()), (holder, vec![holder]));
+    assert_eq!((tools.holder("job"), tools.mount.holders()), (holder, vec![holder]));
 
     let other = tools.elsewhere("leasefs claim job --agent planner --sentinel nothing-has-this");
     assert_refused(&other, 2, &["job: this agent holds it already, at epoch 1, until its TTL", "release it first"]);
@@ -85,7 +85,7 @@ fn one_agent_that_claims_many_times_at_once_has_one_attempt() {
     for claim in &mut claims {
         assert_eq!(claim.wait().code(), Some(0));
     }
-    assert_eq!((tools.mount.status("job")["epoch"].as_u64(), tools.holders().len()), (Some(1), 1));
+    assert_eq!((tools.mount.status("job")["epoch"].as_u64(), tools.mount.holders().len()), (Some(1), 1));
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn of_twenty_that_claim_at_once_one_wins() {
     let codes: Vec<_> = claims.iter_mut().map(|claim| claim.wait().code()).collect();
     assert_eq!(codes.iter().filter(|code| **code == Some(0)).count(), 1, "{codes:?}");
     assert_eq!(codes.iter().filter(|code| **code == Some(1)).count(), 19, "{codes:?}");
-    crate::common::wait_for("one holder is left", || tools.holders() == [tools.holder("job")]);
+    crate::common::wait_for("one holder is left", || tools.mount.holders() == [tools.holder("job")]);
     assert_eq!(tools.mount.status("job")["epoch"], 1);
     tools.mount.verify();
 }

@@ -1,6 +1,5 @@
 //! An agent's tool calls: each a shell of its own, which is gone when the next begins.
 
-use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -89,29 +88,9 @@ impl Tools {
         stdout(&output).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
     }
 
-    /// Pids of all holder processes of this mount, also those that wait.
-    pub fn holders(&self) -> Vec<i32> {
-        let root = format!("--root={}", self.mount.root().display());
-        let is_ours = |pid: &i32| {
-            let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let words: Vec<&str> = line.split('\0').collect();
-            words.get(1) == Some(&"hold") && words.contains(&root.as_str())
-        };
-        let entries = fs::read_dir("/proc").expect("/proc").flatten();
-        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_ours).collect()
-    }
-
     /// Waits until there is none.
     pub fn wait_no_holders(&self) {
-        wait_for("end of every holder process", || self.holders().is_empty());
-    }
-}
-
-impl Drop for Tools {
-    fn drop(&mut self) {
-        for pid in self.holders() {
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-        }
+        wait_for("end of every holder process", || self.mount.holders().is_empty());
     }
 }
 

@@ -221,8 +221,26 @@ impl Mount {
     }
 }
 
+impl Mount {
+    /// Pids of the processes that hold keys here for `leasefs claim`, also of those that wait.
+    pub fn holders(&self) -> Vec<i32> {
+        let root = format!("--root={}", self.root().display());
+        let is_ours = |pid: &i32| {
+            let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let words: Vec<&str> = line.split('\0').collect();
+            words.get(1) == Some(&"hold") && words.contains(&root.as_str())
+        };
+        let entries = fs::read_dir("/proc").expect("/proc").flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_ours).collect()
+    }
+}
+
 impl Drop for Mount {
     fn drop(&mut self) {
+        // They would go on for their TTL, whatever becomes of the tree.
+        for pid in self.holders() {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
         if !self.mounted {
             return;
         }
