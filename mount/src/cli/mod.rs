@@ -191,9 +191,10 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Says on stderr what is wrong. Unlike `eprintln!` it survives a closed stderr.
+/// Says on stderr what is wrong, in one write, so that lines of several processes do not mix. Unlike `eprintln!` it
+/// survives a closed stderr.
 pub fn complain(message: impl std::fmt::Display) {
-    let _ = writeln!(io::stderr(), "leasefs: {message}");
+    let _ = io::stderr().write_all(format!("leasefs: {message}\n").as_bytes());
 }
 
 /// Reads how far back or how long: a TTL's forms, for what is none.
