@@ -148,7 +148,8 @@ fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
     holder.create(&mount.claim("b")).expect("free key");
     let (args, ttl) = (["run", "--ttl", "1s", "a", "b", "--", "true"], Duration::from_secs(1));
     // Declared before, so that on any way out they are waited for when the server goes on.
-    let (mut looks, mut run): (Vec<Background>, Option<Background>) = (Vec::new(), None);
+    let mut looks: Vec<Background> = Vec::new();
+    let mut run: Background;
     let stopped = Stopped(other.server_pid().expect("a server"));
     send(stopped.0, Signal::SIGSTOP);
     // Inside execve(2) it closes the draft and waits for an answer; who reads its `stat` waits with it.
@@ -164,7 +165,7 @@ fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
         looks.push(look);
         waits
     });
-    run = Some(Background(mount.command(LEASEFS).args(args).spawn().expect("leasefs runs")));
+    run = Background(mount.command(LEASEFS).args(args).spawn().expect("leasefs runs"));
     mount.wait_status("b", "one waits", |status| status["waiters"] == 1);
     let until = Instant::now() + 3 * ttl;
     wait_for("three TTLs pass with the key held", || {
@@ -174,5 +175,5 @@ fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
     });
     drop(stopped);
     // Its program begins, and its handles are closed.
-    assert_eq!(run.as_mut().expect("started").wait().code(), Some(0));
+    assert_eq!(run.wait().code(), Some(0));
 }
