@@ -1,7 +1,14 @@
 //! Exit codes and options: what is refused, and how a run tells how its command ended.
 
-use crate::Run;
-use crate::common::{LEASEFS, Mount, assert_ok, stdout};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::common::agent::Agent;
+use crate::common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::{Run, send};
 
 #[test]
 fn the_exit_code_tells_how_the_command_ended() {
@@ -121,4 +128,52 @@ fn the_status_names_the_agent_that_the_command_works_for() {
         assert_eq!(output.status.code(), Some(2), "{bad:?}");
     }
     assert_eq!(mount.state_of("other"), "free");
+}
+
+/// Lets a stopped server go on, however the test ends: until then nobody can look at those that it keeps waiting.
+struct Stopped(i32);
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        send(self.0, Signal::SIGCONT);
+    }
+}
+
+#[test]
+fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
+    let (mount, other) = (Mount::new(), Mount::new());
+    let holder = Agent::new();
+    holder.create(&other.claim("other")).expect("free key");
+    holder.handle(&other.result("other", 1));
+    holder.create(&mount.claim("b")).expect("free key");
+    let (args, ttl) = (["run", "--ttl", "1s", "a", "b", "--", "true"], Duration::from_secs(1));
+    // Declared before, so that on any way out they are waited for when the server goes on.
+    let mut looks: Vec<Background> = Vec::new();
+    let mut run: Background;
+    let stopped = Stopped(other.server_pid().expect("a server"));
+    send(stopped.0, Signal::SIGSTOP);
+    // Inside execve(2) it closes the draft and waits for an answer; who reads its `stat` waits with it.
+    holder.begin("execvp", json!(["sleep", ["sleep", "1000"]]));
+    let stat = format!("/proc/{}/stat", holder.pid());
+    wait_for("whoever looks at the holder waits", || {
+        let mut look = Background(mount.command("cat").arg(&stat).stdout(Stdio::null()).spawn().expect("cat runs"));
+        let until = Instant::now() + Duration::from_millis(200);
+        while look.0.try_wait().expect("a child").is_none() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let waits = look.0.try_wait().expect("a child").is_none();
+        looks.push(look);
+        waits
+    });
+    run = Background(mount.command(LEASEFS).args(args).spawn().expect("leasefs runs"));
+    mount.wait_status("b", "one waits", |status| status["waiters"] == 1);
+    let until = Instant::now() + 3 * ttl;
+    wait_for("three TTLs pass with the key held", || {
+        let status = mount.status("a");
+        assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");
+        Instant::now() > until
+    });
+    drop(stopped);
+    // Its program begins, and its handles are closed.
+    assert_eq!(run.wait().code(), Some(0));
 }

@@ -5,6 +5,8 @@
 //! processes that wait for each other, that is said once.
 
 use std::io::{self, IsTerminal, Write};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
 use std::time::Duration;
 
 use leasefs::Key;
@@ -21,6 +23,8 @@ const TIMES: [Duration; 4] =
 const TICK: Duration = Duration::from_secs(1);
 /// Between two looks for a ring, at least.
 const RING_EVERY: Duration = Duration::from_secs(5);
+/// How long a look for a ring may keep this waiting; what it finds later is told the next time.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// A wait that is told of.
 pub struct Mention<'a> {
@@ -32,13 +36,15 @@ pub struct Mention<'a> {
     shown: bool,
     /// The ring that was told of.
     ring: Option<String>,
+    /// What the look for a ring that is under way will find.
+    look: Option<Receiver<Option<String>>>,
     look_for_ring_at: Duration,
 }
 
 impl<'a> Mention<'a> {
     /// Of a wait that begins now, on `CLOCK_BOOTTIME`.
     pub fn new(tree: &'a Tree, key: &'a Key, now: Duration) -> Mention<'a> {
-        Mention { tree, key, began: now, next: now + TICK, shown: false, ring: None, look_for_ring_at: now }
+        Mention { tree, key, began: now, next: now + TICK, shown: false, ring: None, look: None, look_for_ring_at: now }
     }
 
     /// When there is something to say next, on `CLOCK_BOOTTIME`.
@@ -67,11 +73,17 @@ impl<'a> Mention<'a> {
     }
 
     fn warn_of_ring(&mut self, now: Duration) {
-        if now < self.look_for_ring_at {
-            return;
+        if self.look.is_none() && now >= self.look_for_ring_at {
+            self.look_for_ring_at = now + RING_EVERY;
+            self.look = Some(look_for_ring(self.tree, self.key));
         }
-        self.look_for_ring_at = now + RING_EVERY;
-        let ring = deadlock::ring_through(self.tree, self.key);
+        let Some(look) = &self.look else { return };
+        let ring = match look.recv_timeout(LOOK) {
+            Ok(ring) => ring,
+            Err(RecvTimeoutError::Timeout) => return,
+            Err(RecvTimeoutError::Disconnected) => None,
+        };
+        self.look = None;
         if ring == self.ring {
             return;
         }
@@ -93,6 +105,18 @@ impl Drop for Mention<'_> {
     fn drop(&mut self) {
         self.clear();
     }
+}
+
+/// Looks for a ring in a thread of its own: what `/proc` tells of another process may be a long time coming (it waits
+/// for one that is inside `execve(2)`), and whoever waits here has leases to renew.
+fn look_for_ring(tree: &Tree, key: &Key) -> Receiver<Option<String>> {
+    let (tell, told) = mpsc::channel();
+    let (tree, key) = (tree.clone(), key.clone());
+    // It only looks and tells, and takes no lock that a process forked meanwhile could miss.
+    let look = move || drop(tell.send(deadlock::ring_through(&tree, &key)));
+    // Without a thread there is no warning.
+    let _ = thread::Builder::new().spawn(look);
+    told
 }
 
 /// How long after its beginning a wait is mentioned that has lasted this long.

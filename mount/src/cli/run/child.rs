@@ -52,7 +52,7 @@ pub fn has_own_group() -> bool {
     OpenOptions::new().read(true).custom_flags(libc::O_NOCTTY).open("/dev/tty").is_err()
 }
 
-/// Runs the command to its end, or ends it when a lease is lost. The process must have one thread.
+/// Runs the command to its end, or ends it when a lease is lost. No other thread may hold a lock.
 pub fn run(mut command: Command, name: &OsStr, tree: &Tree, claims: &mut [Claim], rules: Rules) -> Result<End> {
     let signals = Signals::take_over()?;
     // A key taken early may have been lost while the last was taken.

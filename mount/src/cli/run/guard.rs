@@ -66,7 +66,8 @@ pub struct Guard {
 
 /// Starts the guard, which starts the command.
 ///
-/// The process must have one thread, block the signals that are not to end the guard, and have the limits set.
+/// The process must block the signals that are not to end the guard, have the limits set, and have no other thread that
+/// may hold a lock.
 pub fn start(
     command: Command,
     mask: SigSet,
@@ -76,7 +77,8 @@ pub fn start(
     shared: Shared,
 ) -> nix::Result<Guard> {
     let (ours, theirs) = Link::pair()?;
-    // SAFETY: there is one thread, so the child has all of the program in a consistent state.
+    // SAFETY: no other thread holds a lock that the child could wait for. The only one there may be looks at other
+    // processes (a wait's look for a ring), and the C library keeps its allocator fit for use across a fork.
     match unsafe { fork() }? {
         ForkResult::Parent { child } => Ok(Guard { pid: child, link: ours }),
         ForkResult::Child => {
