@@ -150,7 +150,7 @@ failures! {
 
     "Unmounting" {
     /// There is no tree.
-    NothingThere { path } = "{path} is not there, so nothing is mounted on it", cure "see `findmnt -t fuse.leasefs`";
+    NothingThere { path } = "{path} does not exist, so nothing is mounted on it", cure "see `findmnt -t fuse.leasefs`";
         /// Unmounting: no leasefs mount.
         NotMounted { path } = "{path} is not a leasefs mount", cure "see `findmnt -t fuse.leasefs`";
     /// `EBUSY`.

@@ -121,26 +121,32 @@ fn a_claim_cut_off_after_its_commit_is_granted_once() {
 /// nobody has what was granted to them: whoever tries again gets an epoch of its own.
 #[test]
 fn without_resend_a_claim_that_was_cut_off_is_nobodys() {
-    // Where recording takes a while, the server gathers what came meanwhile.
     let place = Place::new(&["--no-resend", "--durability", "full"]);
     let agents: Vec<Agent> = (0..8).map(|_| Agent::new()).collect();
+    // In directories of their own: the kernel lets one exclusive create into a directory at a time.
+    let key = |at: usize| format!("n{at}/k");
+    for at in 0..agents.len() {
+        std::fs::create_dir(place.mount.claim(&format!("n{at}"))).expect("a namespace");
+    }
     let mut rounds = 0;
     let mut given_back = 0;
     while given_back == 0 {
         rounds += 1;
         assert!(rounds < 500, "no batch had two claims in it");
-        // By lock: the kernel lets one exclusive create into a directory at a time.
-        let paths = (0..agents.len()).map(|at| place.mount.claim(&format!("k{at}")));
-        let handles: Vec<Fd> = agents.iter().zip(paths).map(|(agent, path)| agent.handle(&path)).collect();
+        // A server gathers once it knows that recording takes a while.
+        for _ in 0..8 {
+            agents[0].close(agents[0].create(&place.mount.claim("warm")).expect("free"));
+        }
         place.arm("after-commit");
-        for (agent, fd) in agents.iter().zip(&handles) {
+        for (at, agent) in agents.iter().enumerate() {
             // Python tries again by itself where a call is interrupted.
-            agent.begin_flock(*fd, libc::LOCK_EX | libc::LOCK_NB);
+            let path = place.mount.claim(&key(at));
+            agent.begin("open", json!([path, libc::O_RDWR | libc::O_CREAT | libc::O_EXCL, 0o666]));
         }
         let mut epochs = 0;
-        for (at, (agent, fd)) in agents.iter().zip(handles).enumerate() {
-            agent.answer().unwrap_or_else(|e| panic!("k{at} is free: {e}"));
-            let attempts = place.attempts(&format!("k{at}"));
+        for (at, agent) in agents.iter().enumerate() {
+            let fd = agent.answer().unwrap_or_else(|e| panic!("k{at} is free: {e}")).as_i64().expect("a descriptor");
+            let attempts = place.attempts(&key(at));
             assert_eq!(agent.epoch(fd), Ok(attempts.len() as u64), "k{at}: {attempts:?}");
             epochs += attempts.len();
             agent.close(fd);
@@ -149,7 +155,7 @@ fn without_resend_a_claim_that_was_cut_off_is_nobodys() {
         given_back = epochs - rounds * agents.len();
     }
     drop(agents);
-    place.settle(&["k0", "k7"]);
+    place.settle(&["n0/k", "n7/k"]);
 }
 
 #[test]
