@@ -64,9 +64,10 @@ fn the_group_of_the_runner_can_be_killed_without_the_guard() {
 fn a_stopped_runner_stops_its_command_and_continues_it() {
     let mount = Mount::new();
     let seen = mount.scratch().join("seen");
-    // Job control, so that the runner's group may be stopped by TSTP: nobody could continue an orphaned one.
+    // Job control, so that the runner's group may be stopped by TSTP: nobody could continue an orphaned one. And a command
+    // that starts nothing: a shell whose child is stopped before it executes its program waits for it, unstopped.
     let script = format!(
-        "set -m; {LEASEFS} run job -- sh -c 'echo $$ >{0}.new; mv {0}.new {0}; while :; do sleep 0.01; done' & echo $!; read -r _",
+        "set -m; {LEASEFS} run job -- sh -c 'echo $$ >{0}.new; mv {0}.new {0}; exec sleep 1000' & echo $!; read -r _",
         seen.display()
     );
     let shell = Script::start_with(&mount, &["setsid", "bash", "-c", &script]);
