@@ -101,7 +101,10 @@ impl Connections {
     pub fn is_all_gone(&self) -> bool {
         let (Some(live), Some(lost)) = (&self.live, &self.lost) else { return false };
         // A list that does not have the one that is served is none to go by.
-        !lost.is_empty() && live.is_there() == Some(true) && lost.iter().all(|lost| lost.is_there() == Some(false))
+        let is_off_the_list = |lost: &Connection| live.is_there() == Some(true) && lost.is_there() == Some(false);
+        // A device number is given again only when its filesystem is gone.
+        let is_gone = |lost: &Connection| lost.device == live.device || is_off_the_list(lost);
+        !lost.is_empty() && lost.iter().all(is_gone)
     }
 }
 
@@ -334,5 +337,9 @@ mod tests {
         assert!(unknown.may_be_lost("0:51") && !unknown.may_be_lost("0:50") && !unknown.is_all_gone());
         let known = Connections { lost: Some(vec![connection(49)]), ..unknown };
         assert!(known.may_be_lost("0:49") && !known.may_be_lost("0:51"));
+        let taken = Connections { lost: Some(vec![connection(50)]), ..known.clone() };
+        assert!(taken.is_all_gone(), "its number is the served one's by now");
+        let both = Connections { lost: Some(vec![connection(50), connection(49)]), ..known };
+        assert!(!both.is_all_gone(), "a list without the one that is served proves nothing");
     }
 }

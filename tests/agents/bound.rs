@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use crate::common::agent::has_ended;
-use crate::common::{Background, assert_ok, wait_for};
+use crate::common::{Background, InTime, assert_ok, wait_for};
 use crate::tools::{Tools, assert_refused, epoch, signal};
 
 /// A process to be bound to.
@@ -176,7 +176,7 @@ fn a_ttl_that_is_shortened_meanwhile_is_kept_as_well() {
     assert_eq!(tools.claim(&format!("job --for {pid} --agent a --ttl 1s")), 1);
     let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', b'1s')";
     let path = tools.mount.claim("other");
-    assert_ok(&tools.command(&["python3", "-c", set, &path.to_string_lossy()]).output().expect("python3 runs"));
+    assert_ok(&tools.command(&["python3", "-c", set, &path.to_string_lossy()]).output_in_time());
     let began = Instant::now();
     wait_for("three times the TTL", || {
         for key in ["job", "other"] {

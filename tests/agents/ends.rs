@@ -2,7 +2,7 @@
 
 use nix::sys::signal::Signal;
 
-use crate::common::{LEASEFS, assert_ok, wait_for};
+use crate::common::{InTime, LEASEFS, assert_ok, wait_for};
 use crate::tools::{Tools, assert_refused, signal};
 
 #[test]
@@ -61,7 +61,7 @@ fn an_unmount_finds_it_busy_as_any_open_file() {
     let tools = Tools::new();
     tools.claim("job --agent planner");
     let root = tools.mount.root();
-    let unmount = std::process::Command::new(LEASEFS).arg("unmount").arg(&root).output().expect("leasefs runs");
+    let unmount = std::process::Command::new(LEASEFS).arg("unmount").arg(&root).output_in_time();
     assert_refused(&unmount, 1, &["is in use", "leasefs ls"]);
     assert_eq!(tools.mount.state_of("job"), "held");
     assert_ok(&tools.elsewhere("leasefs release job --epoch 1"));

@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::common::agent::has_ended;
-use crate::common::{assert_ok, wait_for};
+use crate::common::{Background, InTime, assert_ok, wait_for};
 use crate::tools::{Tools, assert_refused};
 
 #[test]
@@ -12,7 +12,7 @@ fn ps_tells_whose_attempt_it_keeps() {
     let process = std::process::id();
     tools.claim(&format!("job --agent 'planner 7' --for {process}"));
     let holder = tools.holder("job");
-    let output = tools.command(&["ps", "-o", "args=", "-p", &holder.to_string()]).output().expect("ps runs");
+    let output = tools.command(&["ps", "-o", "args=", "-p", &holder.to_string()]).output_in_time();
     let shown = crate::common::stdout(&output);
     for part in ["leasefs hold --key=job --epoch=1 --agent=planner 7", &format!("--for={process}:")] {
         assert!(shown.contains(part), "`{part}` is missing in {shown}");
@@ -75,6 +75,23 @@ fn nothing_is_kept_for_one_who_was_not_told() {
     } else {
         tools.wait_no_holders();
         assert_eq!(tools.mount.state_of("job"), "free");
+    }
+}
+
+/// A reader that takes the first line and goes (`leasefs claim KEY | head -1`) has been told.
+#[test]
+fn the_epoch_and_the_path_are_told_at_once() {
+    let tools = Tools::new();
+    for options in ["", "--json"] {
+        // Each read of such a pipe gives what one write had.
+        let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_DIRECT).expect("a pipe");
+        let script = format!("leasefs claim job --agent planner {options}");
+        let claimed = tools.command(&["bash", "-c", &script]).stdout(write).spawn().expect("bash runs");
+        assert!(Background(claimed).wait().success());
+        let mut told = [0; 4_096];
+        let length = nix::unistd::read(&read, &mut told).expect("it was told");
+        let told = String::from_utf8_lossy(&told[..length]);
+        assert!(told.ends_with('\n') && told.contains("/results/job/1"), "in pieces: {told:?}");
     }
 }
 

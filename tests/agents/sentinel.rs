@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::common::{Background, assert_ok, wait_for};
+use crate::common::{Background, InTime, assert_ok, wait_for};
 use crate::tools::{Tools, assert_refused};
 
 /// A text that no other process has.
@@ -21,7 +21,7 @@ fn claim(tools: &Tools, text: &str, options: &str) {
     // The text is not in the shell's own command line.
     let mut command =
         tools.command(&["bash", "-c", &format!("leasefs claim job {options} --sentinel \"$TEXT\"; exit $?")]);
-    assert_ok(&command.env("TEXT", text).output().expect("bash runs"));
+    assert_ok(&command.env("TEXT", text).output_in_time());
 }
 
 #[test]
@@ -69,8 +69,8 @@ fn two_that_are_held_for_the_same_text_do_not_keep_each_other() {
     let text = text("shared");
     claim(&tools, &text, "--grace 0s");
     let holder = tools.holder("job");
-    let second = tools.command(&["leasefs", "claim", "other", "--grace", "0s", "--sentinel", &text]).output();
-    assert_ok(&second.expect("leasefs runs"));
+    let second = tools.command(&["leasefs", "claim", "other", "--grace", "0s", "--sentinel", &text]).output_in_time();
+    assert_ok(&second);
     tools.wait_free("job", holder);
     tools.mount.wait_status("other", "free", |status| status["state"] == "free");
     tools.wait_no_holders();

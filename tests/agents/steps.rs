@@ -5,7 +5,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use crate::common::{Background, assert_ok, stdout};
-use crate::tools::{Tools, assert_refused, epoch};
+use crate::tools::{Tools, assert_refused};
 
 #[test]
 fn each_step_is_a_new_shell() {
@@ -73,8 +73,9 @@ fn claiming_again_renews_with_the_same_epoch() {
     let other = tools.elsewhere("leasefs claim job --agent planner --sentinel nothing-has-this");
     assert_refused(&other, 2, &["job: this agent holds it already, at epoch 1, until its TTL", "release it first"]);
     // Without a name, whoever is proven to have claimed.
-    assert_eq!(epoch(&tools.step("leasefs claim plain")), 1);
-    assert_eq!(epoch(&tools.step("leasefs claim plain")), 1);
+    let twice = tools.elsewhere("bash -c 'leasefs claim plain; true'; bash -c 'leasefs claim -n plain; exit $?'");
+    assert_ok(&twice);
+    assert_eq!(stdout(&twice).lines().filter(|line| *line == "1").count(), 2, "{twice:?}");
     assert_refused(&tools.elsewhere("leasefs claim plain -n"), 1, &["plain: held by pid"]);
 }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::common::agent::has_ended;
 pub use crate::common::assert_refused;
-use crate::common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// A mount, and shells that know it. Holder processes that a failed test leaves are ended with it.
 pub struct Tools {
@@ -46,12 +46,12 @@ impl Tools {
 
     /// A step in the session of the test.
     pub fn step(&self, script: &str) -> Output {
-        self.command(&["bash", "-c", &with_a_shell(script)]).output().expect("bash runs")
+        self.command(&["bash", "-c", &with_a_shell(script)]).output_in_time()
     }
 
     /// A step in a session that is gone with it, so that nothing but what it is told connects it to other steps.
     pub fn elsewhere(&self, script: &str) -> Output {
-        self.command(&["setsid", "-w", "bash", "-c", &with_a_shell(script)]).output().expect("setsid runs")
+        self.command(&["setsid", "-w", "bash", "-c", &with_a_shell(script)]).output_in_time()
     }
 
     /// A step in the background.

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 
 use crate::common::agent::Script;
-use crate::common::assert_ok;
+use crate::common::{InTime, assert_ok};
 use crate::tools::{Tools, assert_refused};
 
 /// Neither root nor the mount's owner.
@@ -105,8 +105,8 @@ fn another_user_is_told_so() {
     let tools = Tools::shared();
     assert_eq!(tools.claim("job --agent planner"), 1);
     let as_stranger = |script: &str| {
-        let mut command = tools.command(&["bash", "-c", script]);
-        command.uid(STRANGER).gid(STRANGER).output().expect("bash runs")
+        let mut command = tools.command(&["setsid", "-w", "bash", "-c", script]);
+        command.uid(STRANGER).gid(STRANGER).output_in_time()
     };
     for act in ["release", "renew"] {
         let refused = as_stranger(&format!("leasefs {act} job --epoch 1"));
@@ -135,7 +135,7 @@ fn what_cannot_be_seen_is_named_by_its_epoch() {
         leasefs release job --agent planner; echo $?
         leasefs complete job --epoch 1 </dev/null; echo $?";
     let unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script];
-    let output = tools.command(&unshare).output().expect("unshare runs");
+    let output = tools.command(&unshare).output_in_time();
     assert_eq!(crate::common::stdout(&output), "1\n1\n2\n0\n", "{output:?}");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     for part in ["job: held by pid", "this agent holds it already, at epoch 1", "give --epoch 1"] {

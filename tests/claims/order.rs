@@ -6,7 +6,7 @@ use libc::{LOCK_EX, LOCK_NB};
 use serde_json::json;
 
 use crate::common::agent::Agent;
-use crate::common::{Mount, assert_ok};
+use crate::common::{InTime, Mount, assert_ok};
 
 /// What one process does with a key again and again; its answer is the epochs it read.
 const CYCLES: &str = r#"
@@ -71,7 +71,7 @@ fn commands_one_after_the_other_never_meet() {
     let mount = Mount::new();
     let path = mount.claim("k");
     for round in 0..200 {
-        let output = Command::new("flock").arg("-n").arg(&path).arg("true").output().expect("flock runs");
+        let output = Command::new("flock").arg("-n").arg(&path).arg("true").output_in_time();
         assert!(output.status.success(), "round {round}: the last command had ended");
     }
     assert_eq!(mount.status("k")["epoch"], 200);

@@ -10,7 +10,7 @@ use libc::{
 use nix::errno::Errno;
 
 use crate::common::agent::{Agent, Fd};
-use crate::common::{Mount, set_mode, stdout};
+use crate::common::{InTime, Mount, set_mode, stdout};
 
 const USER: u32 = 12_001;
 const OTHER: u32 = 12_002;
@@ -33,8 +33,7 @@ fn as_user(mount: &Mount, user: u32, groups: &str, script: &str) -> Option<i32> 
         .args(["--reuid", &user, "--regid", &user])
         .args(if groups.is_empty() { vec!["--clear-groups".to_owned()] } else { vec![format!("--groups={groups}")] })
         .args(["bash", "-c", script])
-        .output()
-        .expect("setpriv runs");
+        .output_in_time();
     output.status.code()
 }
 

@@ -4,6 +4,7 @@ use std::fs;
 
 use super::common::{Mount, assert_ok, stdout};
 use super::{assert_refused, hold};
+use crate::common::InTime;
 
 #[test]
 fn the_tree_is_found_by_argument_environment_key_and_working_directory() {
@@ -17,18 +18,18 @@ fn the_tree_is_found_by_argument_environment_key_and_working_directory() {
         command
     };
     let root_arg = root.to_str().expect("path");
-    assert_ok(&leasefs(&["status", "--root", root_arg, "job"]).output().expect("runs"));
+    assert_ok(&leasefs(&["status", "--root", root_arg, "job"]).output_in_time());
     // The environment names the other tree, which has no such key.
-    assert_eq!(leasefs(&["status", "job"]).output().expect("runs").status.code(), Some(1));
+    assert_eq!(leasefs(&["status", "job"]).output_in_time().status.code(), Some(1));
     let path = mount.claim("job");
-    let by_path = leasefs(&["status", path.to_str().expect("path")]).env_remove("LEASEFS_ROOT").output().expect("runs");
+    let by_path = leasefs(&["status", path.to_str().expect("path")]).env_remove("LEASEFS_ROOT").output_in_time();
     assert_ok(&by_path);
     for dir in [root.clone(), root.join("claims"), root.join(".leasefs")] {
-        let by_cwd = leasefs(&["status", "job"]).env_remove("LEASEFS_ROOT").current_dir(dir).output().expect("runs");
+        let by_cwd = leasefs(&["status", "job"]).env_remove("LEASEFS_ROOT").current_dir(dir).output_in_time();
         assert_ok(&by_cwd);
     }
     // Two trees at least are mounted, and nothing says which.
-    let neither = leasefs(&["status", "job"]).env_remove("LEASEFS_ROOT").current_dir("/").output().expect("runs");
+    let neither = leasefs(&["status", "job"]).env_remove("LEASEFS_ROOT").current_dir("/").output_in_time();
     assert_refused(&neither, 2, &["several trees are mounted", "--root"]);
 }
 

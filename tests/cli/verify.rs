@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 
 use super::common::{LEASEFS, Mount, assert_ok, stdout};
 use super::{assert_refused, hold, live_through_every_outcome, stderr, wait_free};
+use crate::common::InTime;
 
 /// A mount on which `job` was released (1), evicted (2), completed (3) and released (4), and `other` released (1).
 fn used() -> Mount {
@@ -18,7 +19,7 @@ fn used() -> Mount {
 }
 
 fn verify(state: &Path, options: &[&str]) -> Output {
-    Command::new(LEASEFS).arg("verify").arg("--state").arg(state).args(options).output().expect("verify runs")
+    Command::new(LEASEFS).arg("verify").arg("--state").arg(state).args(options).output_in_time()
 }
 
 /// A copy of the state directory, to be broken.

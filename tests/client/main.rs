@@ -7,7 +7,7 @@ mod user;
 use std::fs;
 use std::process::Command;
 
-use common::{LEASEFS, Mount, assert_ok, wait_for};
+use common::{InTime, LEASEFS, Mount, assert_ok, wait_for};
 use user::User;
 
 fn two(mount: &Mount) -> (User, User) {
@@ -79,11 +79,7 @@ fn a_lost_lease_says_so_at_every_call() {
     let (a, b) = two(&mount);
     assert_eq!(a.ask("claim k"), "1");
     assert_eq!((a.ask("renew k"), a.ask("lost k")), ("ok".into(), "false".into()));
-    let evict = Command::new(LEASEFS)
-        .args(["evict", "k", "--epoch", "1", "--root"])
-        .arg(mount.root())
-        .output()
-        .expect("evict runs");
+    let evict = Command::new(LEASEFS).args(["evict", "k", "--epoch", "1", "--root"]).arg(mount.root()).output_in_time();
     assert_ok(&evict);
     assert_eq!(a.ask("lost k"), "true");
     for order in ["renew k", "note k x", "ttl k 1h", "commit k late"] {

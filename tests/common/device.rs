@@ -19,7 +19,7 @@ use fuser::{
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
-use crate::common::{assert_ok, set_mode};
+use crate::common::{InTime, assert_ok, set_mode};
 
 const DISK: INodeNo = INodeNo(2);
 const TOLD: INodeNo = INodeNo(3);
@@ -212,14 +212,11 @@ impl Device {
         let session = fuser::spawn_mount(Backing(Arc::clone(&media)), dir.path().join("backing"), &config);
         let session = Some(session.expect("a FUSE mount"));
         let mut device = Device { dir, media, session, loop_device: None, mounted: false };
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(device.backing("disk")).output();
-        let output = output.expect("losetup runs");
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(device.backing("disk")).output_in_time();
         assert_ok(&output);
         device.loop_device = Some(String::from_utf8_lossy(&output.stdout).trim().to_owned());
         let format = ["-q", "-F", "-b", "4096", "-m", "0", "-E", "nodiscard,lazy_itable_init=0"];
-        assert_ok(
-            &Command::new("mkfs.ext4").args(format).args(journal).arg(device.node()).output().expect("mkfs.ext4 runs"),
-        );
+        assert_ok(&Command::new("mkfs.ext4").args(format).args(journal).arg(device.node()).output_in_time());
         device.mount();
         device
     }
@@ -251,19 +248,19 @@ impl Device {
 
     /// Mounts the filesystem.
     pub fn mount(&mut self) {
-        assert_ok(&Command::new("mount").args(["-t", "ext4", self.node()]).arg(self.path()).output().expect("mount"));
+        assert_ok(&Command::new("mount").args(["-t", "ext4", self.node()]).arg(self.path()).output_in_time());
         self.mounted = true;
     }
 
     /// Unmounts the filesystem.
     pub fn unmount(&mut self) {
-        assert_ok(&Command::new("umount").arg(self.path()).output().expect("umount"));
+        assert_ok(&Command::new("umount").arg(self.path()).output_in_time());
         self.mounted = false;
     }
 
     /// Repairs the filesystem, as after a fault.
     pub fn repair(&self) {
-        let output = Command::new("fsck.ext4").args(["-f", "-y", self.node()]).output().expect("fsck.ext4 runs");
+        let output = Command::new("fsck.ext4").args(["-f", "-y", self.node()]).output_in_time();
         assert!(output.status.code().is_some_and(|code| code <= 2), "{}", String::from_utf8_lossy(&output.stdout));
     }
 
@@ -274,7 +271,7 @@ impl Device {
 
     /// Begins to keep what happens; what is on it now counts as on disk.
     pub fn record(&self) -> Vec<u8> {
-        assert_ok(&Command::new("sync").arg("-f").arg(self.path()).output().expect("sync"));
+        assert_ok(&Command::new("sync").arg("-f").arg(self.path()).output_in_time());
         let mut media = self.media.lock();
         media.log = Some(Vec::new());
         media.bytes.clone()

@@ -11,6 +11,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use nix::mount::MntFlags;
@@ -23,6 +24,9 @@ pub const LEASEFS: &str = env!("CARGO_BIN_EXE_leasefs");
 
 /// Longest any wait for a state may take: far above what a loaded 2-core machine needs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Longest a command may take that the test waits for.
+pub const COMMAND_LIMIT: Duration = Duration::from_secs(300);
 
 /// A mounted tree that lasts as long as the value.
 pub struct Mount {
@@ -73,12 +77,7 @@ impl Mount {
         if !options.contains(&"--durability") {
             command.args(["--durability", "process"]);
         }
-        let output = command
-            .args(options)
-            .envs(self.variables.iter().cloned())
-            .stdin(Stdio::null())
-            .output()
-            .expect("leasefs mount runs");
+        let output = command.args(options).envs(self.variables.iter().cloned()).stdin(Stdio::null()).output_in_time();
         assert!(output.status.success(), "leasefs mount failed: {}", String::from_utf8_lossy(&output.stderr));
         self.mounted = true;
         self.keeper = self.keeper_pid();
@@ -159,7 +158,7 @@ impl Mount {
 
     /// Runs `leasefs` with the mount named in the environment.
     pub fn leasefs<S: AsRef<OsStr>>(&self, args: &[S]) -> Output {
-        self.command(LEASEFS).args(args).output().expect("leasefs runs")
+        self.command(LEASEFS).args(args).output_in_time()
     }
 
     /// A command that finds the mount by its environment (`LEASEFS_ROOT`, and `M` for shell scripts).
@@ -171,7 +170,7 @@ impl Mount {
 
     /// Runs a bash script; `$M` is the mountpoint.
     pub fn bash(&self, script: &str) -> Output {
-        self.command("bash").arg("-c").arg(script).output().expect("bash runs")
+        self.command("bash").arg("-c").arg(script).output_in_time()
     }
 
     /// Starts a bash script in the background; `$M` is the mountpoint.
@@ -181,7 +180,7 @@ impl Mount {
 
     /// Runs a Python script; `M` is the mountpoint in its environment.
     pub fn python(&self, script: &str) -> Output {
-        self.command("python3").arg("-c").arg(script).output().expect("python3 runs")
+        self.command("python3").arg("-c").arg(script).output_in_time()
     }
 
     /// Kills the server, and the keeper that would start it again, as a crash of both would: the connection is lost.
@@ -203,15 +202,14 @@ impl Mount {
 
     /// Unmounts and waits for the server's end; the state stays.
     pub fn unmount(&mut self) {
-        let output = Command::new(LEASEFS).arg("unmount").arg(self.root()).output().expect("leasefs unmount runs");
+        let output = Command::new(LEASEFS).arg("unmount").arg(self.root()).output_in_time();
         assert!(output.status.success(), "leasefs unmount failed: {}", String::from_utf8_lossy(&output.stderr));
         self.mounted = false;
     }
 
     /// Runs `leasefs verify` and fails the test with what it found.
     pub fn verify(&self) {
-        let output =
-            Command::new(LEASEFS).arg("verify").arg("--state").arg(self.state()).output().expect("verify runs");
+        let output = Command::new(LEASEFS).arg("verify").arg("--state").arg(self.state()).output_in_time();
         assert!(
             output.status.success(),
             "leasefs verify: {}{}",
@@ -301,6 +299,26 @@ impl Drop for Background {
     }
 }
 
+/// A command that is sure to end, or else the test does: one that hangs must not hold up all that come after it.
+pub trait InTime {
+    /// As [`Command::output`], for at most [`COMMAND_LIMIT`]. What the command had is used up.
+    fn output_in_time(&mut self) -> Output;
+}
+
+impl InTime for Command {
+    #[track_caller]
+    fn output_in_time(&mut self) -> Output {
+        let shown = format!("{self:?}");
+        let mut command = std::mem::replace(self, Command::new("false"));
+        let (send, done) = mpsc::channel();
+        std::thread::spawn(move || send.send(command.output()));
+        match done.recv_timeout(COMMAND_LIMIT) {
+            Ok(output) => output.unwrap_or_else(|error| panic!("{shown}: {error}")),
+            Err(_) => panic!("did not end within {} s: {shown}", COMMAND_LIMIT.as_secs()),
+        }
+    }
+}
+
 /// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].
 pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
@@ -348,7 +366,7 @@ pub const STRANGER: u32 = 65_534;
 /// Runs `leasefs` as a stranger.
 pub fn as_stranger(mount: &Mount, args: &[&str]) -> Output {
     use std::os::unix::process::CommandExt;
-    mount.command(LEASEFS).args(args).uid(STRANGER).gid(STRANGER).output().expect("leasefs runs")
+    mount.command(LEASEFS).args(args).uid(STRANGER).gid(STRANGER).output_in_time()
 }
 
 /// Sets permission bits.

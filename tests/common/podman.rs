@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use nix::mount::MntFlags;
 
-use super::assert_ok;
+use super::{InTime, assert_ok};
 
 /// Podman with everything of its own, in one directory.
 pub struct Podman {
@@ -61,8 +61,8 @@ impl Podman {
             fs::copy(file, &place).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
         }
         let archive = self.dir.join("image.tar");
-        assert_ok(&Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg(".").output().expect("tar"));
-        assert_ok(&self.command().arg("import").arg(&archive).arg(name).output().expect("podman runs"));
+        assert_ok(&Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg(".").output_in_time());
+        assert_ok(&self.command().arg("import").arg(&archive).arg(name).output_in_time());
     }
 }
 

@@ -10,7 +10,7 @@ use std::process::Stdio;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::common::{Background, LEASEFS, Mount, assert_ok, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, wait_for};
 use crate::rig::{Podman, with_libraries};
 
 /// What the container does. It stops at each file below `/sync` that the test makes, and says where it is by making others.
@@ -118,7 +118,7 @@ fn a_container_keeps_its_lease_while_the_server_is_killed_and_upgraded() {
         assert_eq!(mount.status("other")["waiters"], 1, "its place in line is kept");
     }
     let before = mount.server_pid();
-    assert_ok(&mount.command(LEASEFS).arg("upgrade").output().expect("leasefs runs"));
+    assert_ok(&mount.command(LEASEFS).arg("upgrade").output_in_time());
     assert_ne!(mount.server_pid(), before, "another server");
     check(&mut container);
     assert_eq!(mount.status("other")["waiters"], 1, "its place in line is kept");

@@ -6,13 +6,13 @@ use std::process::Command;
 
 use crate::common::agent::Script;
 pub use crate::common::podman::Podman;
-use crate::common::{Mount, assert_ok, stdout};
+use crate::common::{InTime, Mount, assert_ok, stdout};
 
 /// The file of a program, and the libraries it is linked to.
 pub fn with_libraries(program: &str) -> Vec<PathBuf> {
-    let found = Command::new("sh").args(["-c", &format!("command -v {program}")]).output().expect("sh runs");
+    let found = Command::new("sh").args(["-c", &format!("command -v {program}")]).output_in_time();
     let program = fs::canonicalize(stdout(&found).trim()).expect("the program");
-    let listed = Command::new("ldd").arg(&program).output().expect("ldd runs");
+    let listed = Command::new("ldd").arg(&program).output_in_time();
     let words = stdout(&listed);
     let libraries = words.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from);
     libraries.chain([program.clone()]).collect()
@@ -63,7 +63,7 @@ impl Podman {
 
     /// Sends a signal to the first process of a container; SIGKILL takes the others along.
     pub fn kill(&self, name: &str, signal: &str) {
-        assert_ok(&self.command().args(["kill", "--signal", signal, name]).output().expect("podman runs"));
+        assert_ok(&self.command().args(["kill", "--signal", signal, name]).output_in_time());
     }
 }
 

@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd, Script, count};
-use crate::common::{Background, LEASEFS, Mount, stdout, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, stdout, wait_for};
 use crate::rig::{FORMS, Podman, Shell};
 
 /// What a signal's effect may take.
@@ -78,8 +78,8 @@ impl Served {
 
     /// The keeper, which is the container's first process, and the server, by their numbers outside.
     fn server(&self) -> i32 {
-        let output = self.podman.command().args(["inspect", "--format", "{{.State.Pid}}", "server"]).output();
-        let keeper = stdout(&output.expect("podman runs")).trim().to_owned();
+        let output = self.podman.command().args(["inspect", "--format", "{{.State.Pid}}", "server"]).output_in_time();
+        let keeper = stdout(&output).trim().to_owned();
         let mut server = 0;
         wait_for("a server", || {
             let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();

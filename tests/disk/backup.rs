@@ -8,17 +8,17 @@ use std::process::{Command, Output};
 use serde_json::json;
 
 use crate::common::agent::{Agent, epoch_of};
-use crate::common::{LEASEFS, Mount, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout};
 use crate::place::{Place, assert_not_mounted, assert_refused};
 
 fn backup(state: &Path, dest: &Path) -> Output {
     let mut command = Command::new("timeout");
     command.args(["60", LEASEFS, "backup"]).arg(dest).arg("--state").arg(state);
-    command.output().expect("leasefs backup runs")
+    command.output_in_time()
 }
 
 fn verify(state: &Path) -> Output {
-    Command::new(LEASEFS).arg("verify").arg("--state").arg(state).output().expect("leasefs verify runs")
+    Command::new(LEASEFS).arg("verify").arg("--state").arg(state).output_in_time()
 }
 
 /// Nothing is left beside a copy that did not come about.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, assert_ok, wait_for};
+use crate::common::{InTime, LEASEFS, assert_ok, wait_for};
 use crate::device::{Device, Faults};
 
 const DISK_BYTES: usize = 32 << 20;
@@ -30,11 +30,11 @@ impl Served {
     fn mount(&mut self) {
         let mut command = Command::new("timeout");
         command.args(["60", LEASEFS, "mount"]).arg(&self.root).arg("--state").arg(self.state());
-        assert_ok(&command.output().expect("leasefs mount runs"));
+        assert_ok(&command.output_in_time());
     }
 
     fn unmount(&self) {
-        assert_ok(&Command::new("timeout").args(["60", LEASEFS, "unmount"]).arg(&self.root).output().expect("runs"));
+        assert_ok(&Command::new("timeout").args(["60", LEASEFS, "unmount"]).arg(&self.root).output_in_time());
     }
 
     fn state(&self) -> PathBuf {
@@ -46,7 +46,7 @@ impl Served {
     }
 
     fn verify(&self) {
-        assert_ok(&Command::new(LEASEFS).arg("verify").arg("--state").arg(self.state()).output().expect("runs"));
+        assert_ok(&Command::new(LEASEFS).arg("verify").arg("--state").arg(self.state()).output_in_time());
     }
 
     /// What may be read while nothing can be recorded.
@@ -124,7 +124,7 @@ fn a_disk_that_fails_grants_nothing_and_after_its_repair_all_that_was_told_is_th
         drop((holder, other));
         let _ = Command::new("timeout").args(["60", LEASEFS, "unmount"]).arg(&served.root).output();
         wait_for("the server's end", || {
-            Command::new("umount").arg(served.device.path()).output().unwrap().status.success()
+            Command::new("umount").arg(served.device.path()).output_in_time().status.success()
         });
         served.device.repair();
         served.device.mount();

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, assert_ok, wait_for};
+use crate::common::{InTime, LEASEFS, assert_ok, wait_for};
 use crate::device::Device;
 use crate::place::Place;
 
@@ -94,7 +94,7 @@ fn status(root: &Path, key: &str) -> serde_json::Value {
 }
 
 fn verify(state: &Path) {
-    assert_ok(&Command::new(LEASEFS).arg("verify").arg("--state").arg(state).output().expect("leasefs verify runs"));
+    assert_ok(&Command::new(LEASEFS).arg("verify").arg("--state").arg(state).output_in_time());
 }
 
 /// The load, and the disk beneath it that fills and empties.
@@ -198,6 +198,6 @@ fn an_ext4_that_fills_and_empties_under_load_with_full_durability() {
     let place = Place::new();
     let mut command = Command::new("timeout");
     command.args(["60", LEASEFS, "mount"]).arg(place.mnt()).arg("--state").arg(device.path().join("state"));
-    assert_ok(&command.output().expect("leasefs mount runs"));
+    assert_ok(&command.output_in_time());
     fill_and_empty(&place, &device.path());
 }

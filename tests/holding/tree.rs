@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use serde_json::{Value, json};
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout};
 
 fn names(path: &std::path::Path) -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(path)
@@ -34,7 +34,7 @@ fn version_is_that_of_the_command() {
     let mount = Mount::new();
     let version = fs::read_to_string(mount.root().join(".leasefs/version")).expect("version");
     assert!(version.contains(env!("CARGO_PKG_VERSION")), "{version}");
-    let output = std::process::Command::new(LEASEFS).arg("--version").output().expect("leasefs runs");
+    let output = std::process::Command::new(LEASEFS).arg("--version").output_in_time();
     assert!(stdout(&output).contains(env!("CARGO_PKG_VERSION")));
 }
 

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use common::agent::Agent;
-use common::{LEASEFS, Mount};
+use common::{InTime, LEASEFS, Mount};
 
 /// Attempts of a key, each completed with a result of so many bytes; epochs from the first to the last.
 fn complete(mount: &Mount, key: &str, results: &[usize]) {
@@ -59,5 +59,5 @@ fn result_files(state: &Path) -> usize {
 }
 
 fn verify(state: &Path) -> Output {
-    Command::new(LEASEFS).arg("verify").arg("--state").arg(state).output().expect("verify runs")
+    Command::new(LEASEFS).arg("verify").arg("--state").arg(state).output_in_time()
 }

@@ -11,7 +11,7 @@ use nix::errno::Errno;
 use serde_json::{Value, json};
 
 use crate::common::agent::Agent;
-use crate::common::{Background, LEASEFS, Mount, assert_ok, stderr, stdout, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, stderr, stdout, wait_for};
 use crate::{complete, history, release, result_files, verify};
 
 fn prune(mount: &Mount, args: &[&str]) -> String {
@@ -55,8 +55,7 @@ fn strangers_prune_nothing() {
     let script = "fd = os.open(path, os.O_WRONLY)\nos.write(fd, order.encode())";
     let names = json!({"path": mount.root().join(".leasefs/control"), "order": order});
     assert_eq!(Agent::user(1234, 1234, &[]).script(script, names).map(drop), Err(Errno::EACCES));
-    let output = mount.command(LEASEFS).args(["prune", "--attempts-over", "1"]).uid(1234).gid(1234).output();
-    let output = output.expect("leasefs runs");
+    let output = mount.command(LEASEFS).args(["prune", "--attempts-over", "1"]).uid(1234).gid(1234).output_in_time();
     assert_ne!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(history(&mount, "k"), [1, 2]);
 }
@@ -245,9 +244,9 @@ fn claims_and_backups_go_on_while_a_long_history_is_pruned() {
     for round in 0..3 {
         let dest = mount.scratch().join(format!("backup-{round}"));
         let mut pruning = mount.command(LEASEFS);
-        let pruning = pruning.args(["prune", "--attempts-over", "1"]).output().expect("leasefs runs");
+        let pruning = pruning.args(["prune", "--attempts-over", "1"]).output_in_time();
         assert!(matches!(pruning.status.code(), Some(0 | 1)), "{}", stderr(&pruning));
-        let output = mount.command(LEASEFS).arg("backup").arg(&dest).output().expect("leasefs runs");
+        let output = mount.command(LEASEFS).arg("backup").arg(&dest).output_in_time();
         assert_ok(&output);
         assert_ok(&verify(&dest));
     }

@@ -6,11 +6,11 @@ use std::process::{Command, Output};
 use rusqlite::Connection;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout};
 use crate::{complete, history, release, result_files, verify};
 
 fn leasefs(command: &str, state: &Path, args: &[&str]) -> Output {
-    Command::new(LEASEFS).arg(command).arg("--state").arg(state).args(args).output().expect("leasefs runs")
+    Command::new(LEASEFS).arg(command).arg("--state").arg(state).args(args).output_in_time()
 }
 
 fn break_it(state: &Path, sql: &str) {

@@ -7,7 +7,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd};
-use crate::common::{LEASEFS, assert_ok};
+use crate::common::{InTime, LEASEFS, assert_ok};
 use crate::place::{Place, assert_not_mounted, assert_refused};
 
 /// Takes all the room that is left.
@@ -50,8 +50,7 @@ impl Served {
             .arg("verify")
             .arg("--state")
             .arg(self.disk.join("state"))
-            .output()
-            .expect("verify runs");
+            .output_in_time();
         assert_ok(&output);
     }
 }

@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::common::agent::{Agent, has_ended};
-use crate::common::{LEASEFS, assert_ok, wait_for};
+use crate::common::{InTime, LEASEFS, assert_ok, wait_for};
 use crate::place::{Place, assert_not_mounted, assert_refused};
 
 #[test]
@@ -90,7 +90,7 @@ fn a_dead_one_is_told_of_and_can_be_cleared_as_it_says() {
     let output = place.mount_at(&place.mnt(), &place.path("another-state"), &[]);
     assert_refused(&output, &place.mnt(), &[&["unmount", "umount"]]);
     // Other commands say it, too.
-    let status = Command::new(LEASEFS).arg("ls").env("LEASEFS_ROOT", place.mnt()).output().expect("leasefs runs");
+    let status = Command::new(LEASEFS).arg("ls").env("LEASEFS_ROOT", place.mnt()).output_in_time();
     assert_refused(&status, &place.mnt(), &[&["server are gone"], &["leasefs mount"]]);
     assert_ok(&place.unmount(&place.mnt()));
     assert_not_mounted(&place.mnt());
@@ -153,16 +153,14 @@ fn a_mountpoint_by_symlink_or_relative_path_is_the_same() {
         .args(["unmount", "mnt"])
         .current_dir(place.path(""))
         .stdin(Stdio::null())
-        .output()
-        .expect("leasefs unmount runs");
+        .output_in_time();
     assert_ok(&output);
     assert_not_mounted(&place.mnt());
     let output = Command::new(LEASEFS)
         .args(["mount", "mnt", "--state", "state", "--durability", "process"])
         .current_dir(place.path(""))
         .stdin(Stdio::null())
-        .output()
-        .expect("leasefs mount runs");
+        .output_in_time();
     assert_ok(&output);
     assert!(place.mnt().join("claims").is_dir(), "a relative path means the caller's directory");
     assert_ok(&place.unmount(&place.mnt()));
@@ -195,7 +193,7 @@ fn a_proc_of_another_pid_namespace() {
     let mut command = Command::new("timeout");
     // Without a /proc of its own: the numbers that requests come with are other processes' in this one.
     command.args(["60", "unshare", "--pid", "--fork", "--kill-child", LEASEFS, "mount"]).arg(place.mnt());
-    let output = command.arg("--state").arg(place.state()).stdin(Stdio::null()).output().expect("unshare runs");
+    let output = command.arg("--state").arg(place.state()).stdin(Stdio::null()).output_in_time();
     assert_refused(&output, Path::new("/proc"), &[&["pid namespace"], &["mount -t proc"]]);
     assert_not_mounted(&place.mnt());
     assert!(!place.state().exists());

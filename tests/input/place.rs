@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use tempfile::TempDir;
 
-use crate::common::{LEASEFS, assert_ok, set_mode};
+use crate::common::{InTime, LEASEFS, assert_ok, set_mode};
 
 /// Two directories; what is mounted below them is unmounted when the value goes.
 pub struct Place {
@@ -43,8 +43,7 @@ impl Place {
             .args(["--durability", "process"])
             .args(options)
             .stdin(Stdio::null())
-            .output()
-            .expect("leasefs mount runs")
+            .output_in_time()
     }
 
     pub fn mount(&self) -> Output {
@@ -52,15 +51,14 @@ impl Place {
     }
 
     pub fn unmount(&self, mountpoint: &Path) -> Output {
-        Command::new("timeout").args(["60", LEASEFS, "unmount"]).arg(mountpoint).output().expect("leasefs unmount runs")
+        Command::new("timeout").args(["60", LEASEFS, "unmount"]).arg(mountpoint).output_in_time()
     }
 
     /// Makes a registry that once was served and is whole.
     pub fn used_state(&self) {
         assert_ok(&self.mount());
         fs::create_dir(self.mnt().join("claims/ns")).expect("mkdir");
-        let claim =
-            Command::new("flock").arg("-n").arg(self.mnt().join("claims/ns/k")).arg("true").output().expect("flock");
+        let claim = Command::new("flock").arg("-n").arg(self.mnt().join("claims/ns/k")).arg("true").output_in_time();
         assert_ok(&claim);
         assert_ok(&self.unmount(&self.mnt()));
     }
@@ -71,11 +69,7 @@ impl Place {
         fs::create_dir_all(&path).expect("mountpoint");
         let options = format!("size={size},mode=755");
         assert_ok(
-            &Command::new("mount")
-                .args(["-t", "tmpfs", "-o", &options, "leasefs-test"])
-                .arg(&path)
-                .output()
-                .expect("mount"),
+            &Command::new("mount").args(["-t", "tmpfs", "-o", &options, "leasefs-test"]).arg(&path).output_in_time(),
         );
         path
     }

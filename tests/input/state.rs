@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::process::Command;
 
 use crate::common::agent::Agent;
-use crate::common::{Mount, assert_ok};
+use crate::common::{InTime, Mount, assert_ok};
 use crate::place::{Place, assert_not_mounted, assert_refused};
 
 #[test]
@@ -35,11 +35,11 @@ fn a_read_only_one_used_or_new() {
     for used in [false, true] {
         let state = disk.join(if used { "used" } else { "new" });
         if used {
-            assert_ok(&Command::new("mount").args(["-o", "remount,rw"]).arg(&disk).output().expect("mount"));
+            assert_ok(&Command::new("mount").args(["-o", "remount,rw"]).arg(&disk).output_in_time());
             assert_ok(&place.mount_at(&place.mnt(), &state, &[]));
             assert_ok(&place.unmount(&place.mnt()));
         }
-        assert_ok(&Command::new("mount").args(["-o", "remount,ro"]).arg(&disk).output().expect("mount"));
+        assert_ok(&Command::new("mount").args(["-o", "remount,ro"]).arg(&disk).output_in_time());
         let output = place.mount_at(&place.mnt(), &state, &[]);
         assert_refused(&output, &state, &[&["read-only", "readonly", "read only", "writable"]]);
         assert_not_mounted(&place.mnt());

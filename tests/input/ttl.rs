@@ -7,7 +7,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount};
+use crate::common::{InTime, LEASEFS, Mount};
 use crate::place::{Place, assert_not_mounted};
 
 const TTL: &str = "user.lease.ttl";
@@ -152,8 +152,7 @@ fn mount_and_run_refuse_bad_ttls() {
         let output = Command::new(LEASEFS)
             .env("LEASEFS_ROOT", mount.root())
             .args(["run", "-n", &format!("--ttl={value}"), "k", "--", "true"])
-            .output()
-            .expect("leasefs runs");
+            .output_in_time();
         assert!(!output.status.success(), "run --ttl={value}");
         assert!(!output.stderr.is_empty());
     }

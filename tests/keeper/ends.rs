@@ -7,7 +7,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
 use crate::common::agent::{Agent, has_ended};
-use crate::common::{assert_ok, wait_for};
+use crate::common::{InTime, assert_ok, wait_for};
 use crate::place::Place;
 
 /// Makes the registry one that no server opens, or one again that each does.
@@ -31,7 +31,7 @@ fn the_server_ends_with_its_keeper_and_callers_are_told() {
     fs::create_dir(&next).expect("mountpoint");
     let leasefs = |command: &str, options: &[&std::path::Path]| {
         let mut leasefs = std::process::Command::new(crate::common::LEASEFS);
-        leasefs.arg(command).arg(&next).args(options).output().expect("leasefs runs")
+        leasefs.arg(command).arg(&next).args(options).output_in_time()
     };
     assert_ok(&leasefs("mount", &["--state".as_ref(), &place.state()]));
     assert!(has_ended(server), "it could have written still");
@@ -87,8 +87,7 @@ fn a_first_server_that_cannot_start_leaves_nothing_mounted() {
         .arg(place.mnt())
         .arg("--state")
         .arg(place.state())
-        .output()
-        .expect("leasefs mount runs");
+        .output_in_time();
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("schema 9999") && said.lines().count() == 1, "{said}");

@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::common::agent::has_ended;
-use crate::common::{LEASEFS, wait_for};
+use crate::common::{InTime, LEASEFS, wait_for};
 
 /// The mount; it is gone when the value is.
 pub struct Place {
@@ -131,7 +131,7 @@ impl Place {
     }
 
     pub fn unmount(&mut self) {
-        let output = Command::new(LEASEFS).arg("unmount").arg(self.mnt()).output().expect("leasefs unmount runs");
+        let output = Command::new(LEASEFS).arg("unmount").arg(self.mnt()).output_in_time();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         assert!(self.wait().success());
     }

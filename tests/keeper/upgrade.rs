@@ -6,11 +6,11 @@ use std::process::{Command, Output};
 use nix::sys::signal::Signal;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, assert_ok, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, assert_ok, stdout, wait_for};
 use crate::place::Place;
 
 fn upgrade(place: &Place) -> Output {
-    Command::new("timeout").args(["60", LEASEFS, "upgrade"]).arg(place.mnt()).output().expect("leasefs upgrade runs")
+    Command::new("timeout").args(["60", LEASEFS, "upgrade"]).arg(place.mnt()).output_in_time()
 }
 
 fn assert_refused(place: &Place, words: &[&str]) {
@@ -82,7 +82,7 @@ fn a_program_that_cannot_take_over_is_refused() {
 #[test]
 fn a_handover_of_another_protocol_is_refused_in_so_many_words() {
     let script = format!(r#"LEASEFS_HANDOVER='{{"protocol":99,"fds":{{"report":5}}}}' {LEASEFS} serve --check 5>&1"#);
-    let output = Command::new("bash").args(["-c", &script]).output().expect("bash");
+    let output = Command::new("bash").args(["-c", &script]).output_in_time();
     assert_eq!(output.status.code(), Some(1));
     let said = stdout(&output);
     assert!(said.contains("protocol 99") && said.contains("knows 1"), "{said}");

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, assert_ok, stdout};
 use crate::lost::Lost;
 
 #[test]
@@ -18,7 +18,7 @@ fn processes_that_may_not_be_looked_into() {
     let mut mount = Command::new("setpriv");
     mount.args(["--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", LEASEFS, "mount"]);
     mount.arg(tree.root()).arg("--state").arg(tree.state()).args(["--durability", "process"]);
-    assert_ok(&mount.stdin(Stdio::null()).output().expect("setpriv runs"));
+    assert_ok(&mount.stdin(Stdio::null()).output_in_time());
     for key in ["dead", "alive"] {
         tree.wait_why(key, "cannot be looked into: Permission denied");
         tree.assert_refused(key);
@@ -63,8 +63,7 @@ until "$2" status dead 2>/dev/null | grep -q 'pid namespaces'; do sleep 0.01; do
         .arg(LEASEFS)
         .env("LEASEFS_ROOT", place.path().join("mnt"))
         .stdin(Stdio::null())
-        .output()
-        .expect("unshare runs");
+        .output_in_time();
     assert_ok(&output);
     let said = stdout(&output);
     assert!(said.contains("because  other pid namespaces cannot be seen"), "{said}");

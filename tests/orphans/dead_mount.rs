@@ -6,7 +6,7 @@ use std::path::Path;
 use nix::mount::{MntFlags, umount2};
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, assert_ok};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok};
 use crate::lost::{Lost, Other, mount_by_hand};
 
 /// How many trees are mounted on a path.
@@ -47,7 +47,7 @@ fn it_is_taken_away_where_it_was_mounted_last() {
     tree.lose_connection();
     assert_ok(&mount_by_hand(&elsewhere, &tree.state()));
     let still_there = mounted_on(&tree.root());
-    let output = std::process::Command::new(LEASEFS).arg("unmount").arg(&elsewhere).output().expect("leasefs runs");
+    let output = std::process::Command::new(LEASEFS).arg("unmount").arg(&elsewhere).output_in_time();
     assert_ok(&output);
     assert_eq!(still_there, 0);
 }
@@ -88,7 +88,7 @@ fn another_states_in_its_place_is_not_touched() {
     fs::create_dir(&elsewhere).expect("mountpoint");
     assert_ok(&mount_by_hand(&elsewhere, &tree.state()));
     let there = mounted_on(&tree.root());
-    let unmount = std::process::Command::new(LEASEFS).arg("unmount").arg(&elsewhere).output().expect("leasefs runs");
+    let unmount = std::process::Command::new(LEASEFS).arg("unmount").arg(&elsewhere).output_in_time();
     assert_ok(&unmount);
     assert!(there == 1 && is_dead(&tree.root()));
     holder.kill();

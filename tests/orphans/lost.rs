@@ -10,7 +10,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use tempfile::TempDir;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, PATIENCE, assert_ok};
+use crate::common::{InTime, LEASEFS, Mount, PATIENCE, assert_ok};
 
 /// How soon after the new mount a key is free whose holder is proven dead.
 pub const SOON: Duration = Duration::from_secs(2);
@@ -130,7 +130,7 @@ pub fn can_see_everybody() -> bool {
 pub fn mount_by_hand(mountpoint: &Path, state: &Path) -> std::process::Output {
     let mut command = Command::new(LEASEFS);
     command.arg("mount").arg(mountpoint).arg("--state").arg(state).args(["--durability", "process"]);
-    command.stdin(Stdio::null()).output().expect("leasefs runs")
+    command.stdin(Stdio::null()).output_in_time()
 }
 
 /// A second tree beside a [`Lost`] one, unmounted with the value.

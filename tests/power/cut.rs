@@ -20,7 +20,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, PATIENCE, assert_ok};
+use crate::common::{InTime, LEASEFS, PATIENCE, assert_ok};
 use crate::device::{Device, Event, Faults};
 use crate::replay::{Replay, Survivors};
 
@@ -128,12 +128,12 @@ impl Tree {
     fn mount(root: &Path, state: &Path) -> Tree {
         let mut command = Command::new("timeout");
         command.args(["60", LEASEFS, "mount"]).arg(root).arg("--state").arg(state).args(["--durability", "full"]);
-        assert_ok(&command.output().expect("leasefs mount runs"));
+        assert_ok(&command.output_in_time());
         Tree { root: root.to_owned() }
     }
 
     fn unmount(self) {
-        assert_ok(&Command::new("timeout").args(["60", LEASEFS, "unmount"]).arg(&self.root).output().expect("runs"));
+        assert_ok(&Command::new("timeout").args(["60", LEASEFS, "unmount"]).arg(&self.root).output_in_time());
     }
 }
 
@@ -165,15 +165,15 @@ impl Copy {
         let copy = Copy { dir };
         if repair {
             let mut fsck = Command::new("fsck.ext4");
-            let fsck = fsck.args(["-f", "-y"]).arg(copy.dir.path().join("image")).output().expect("fsck.ext4 runs");
+            let fsck = fsck.args(["-f", "-y"]).arg(copy.dir.path().join("image")).output_in_time();
             assert!(fsck.status.code().is_some_and(|code| code <= 1), "{}", String::from_utf8_lossy(&fsck.stdout));
         }
         let mount = Command::new("mount")
             .args(["-t", "ext4", "-o", "loop"])
             .arg(copy.dir.path().join("image"))
             .arg(copy.path())
-            .output();
-        assert_ok(&mount.expect("mount"));
+            .output_in_time();
+        assert_ok(&mount);
         copy
     }
 
@@ -314,7 +314,7 @@ fn what_is_told_after_a_fault_of_the_disk_outlives_the_power_too() {
     let agent = Agent::new();
     let warm = json!({ "root": tree.root, "told_path": device.told(), "count": WARM_CLAIMS });
     agent.script(WARM, warm).expect("claims");
-    assert_ok(&Command::new("sync").arg("-f").arg(device.path()).output().expect("sync"));
+    assert_ok(&Command::new("sync").arg("-f").arg(device.path()).output_in_time());
     let claim = |key: &str| tree.root.join("claims").join(key);
     let before: Vec<_> = (0..30).map(|n| agent.create(&claim(&format!("before-{n}"))).expect("free key")).collect();
     before.into_iter().for_each(|fd| agent.close(fd));

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::podman::Podman;
-use crate::common::{Background, PATIENCE, assert_ok, stdout, wait_for};
+use crate::common::{Background, InTime, PATIENCE, assert_ok, stdout, wait_for};
 use crate::{Kitchen, block, path};
 
 /// A shell as cron and CI runners start it: with little in its environment.
@@ -41,13 +41,13 @@ fn cron_leaves_out_a_run_while_the_last_is_at_it() {
     let command = line.splitn(6, ' ').nth(5).expect("five fields and a command");
     let mut first = in_background(&mut bare(&kitchen, &["/bin/sh", "-c"], command));
     wait_for("the first run", || kitchen.runs("sync") == 1);
-    let output = bare(&kitchen, &["/bin/sh", "-c"], command).output().expect("sh runs");
+    let output = bare(&kitchen, &["/bin/sh", "-c"], command).output_in_time();
     assert_ok(&output);
     assert_eq!(stdout(&output), "", "cron would mail it");
     assert_eq!(kitchen.runs("sync"), 1);
     File::create(kitchen.dir.join("go")).expect("a file");
     assert!(first.wait().success());
-    assert_ok(&bare(&kitchen, &["/bin/sh", "-c"], command).output().expect("sh runs"));
+    assert_ok(&bare(&kitchen, &["/bin/sh", "-c"], command).output_in_time());
     assert_eq!(kitchen.runs("sync"), 2);
 }
 
@@ -66,15 +66,14 @@ fn systemd_takes_the_unit_and_its_command_holds_the_key() {
         .args(["verify", "--man=no", "--recursive-errors=no", "--root"])
         .arg(&root)
         .arg("index.service")
-        .output()
-        .expect("systemd-analyze runs");
+        .output_in_time();
     assert_ok(&output);
     assert_eq!(String::from_utf8_lossy(&output.stderr), "", "systemd has nothing to say against it");
 
     kitchen.script("index-documents", "echo \"$@\" >seen; cat \"$LEASEFS_ROOT/status/index\" >>seen");
     let command = block("systemd").lines().find_map(|line| line.strip_prefix("ExecStart=")).expect("a command");
     let path = format!("{}:{}", path(), kitchen.dir.display());
-    assert_ok(&bare(&kitchen, &["/bin/sh", "-c"], command).env("PATH", path).output().expect("sh runs"));
+    assert_ok(&bare(&kitchen, &["/bin/sh", "-c"], command).env("PATH", path).output_in_time());
     let seen = fs::read_to_string(kitchen.dir.join("seen")).expect("it ran");
     assert!(seen.starts_with("--all\n") && seen.contains("\"state\":\"held\""), "{seen}");
 }
@@ -98,7 +97,7 @@ fn make_builds_once_though_asked_twice() {
     // A build that fails leaves nothing that a later one would take for done.
     kitchen.script("report", "echo half; exit 1");
     fs::remove_file(kitchen.dir.join("report.txt")).expect("removed");
-    assert!(!make().output().expect("make runs").status.success());
+    assert!(!make().output_in_time().status.success());
     assert!(!kitchen.dir.join("report.txt").exists());
 }
 
@@ -121,7 +120,7 @@ fn a_ci_job_deploys_one_at_a_time() {
         for at in 0..3 {
             let mut step = bare(&kitchen, &shell, file.to_str().expect("a plain path"));
             step.env("GITHUB_SHA", format!("sha-{at}"));
-            scope.spawn(move || assert_ok(&step.output().expect("bash runs")));
+            scope.spawn(move || assert_ok(&step.output_in_time()));
         }
     });
     let mut deployed: Vec<_> =
@@ -135,7 +134,7 @@ fn a_ci_job_deploys_one_at_a_time() {
 fn set_up(podman: &Podman, bin: &Path) {
     fs::create_dir_all(bin).expect("directories");
     let found = |name: &str| {
-        let path = stdout(&Command::new("sh").args(["-c", &format!("command -v {name}")]).output().expect("sh runs"));
+        let path = stdout(&Command::new("sh").args(["-c", &format!("command -v {name}")]).output_in_time());
         path.trim().to_owned()
     };
     // Networks cannot be made everywhere these tests run, and nothing here needs one.
@@ -184,14 +183,12 @@ fn of_two_services_of_a_compose_file_one_does_the_work() {
             .env("LEASEFS_ROOT", kitchen.mount.root())
             .env("PATH", format!("{}:{}", bin.display(), path()))
             .stdin(Stdio::null())
-            .output()
-            .expect("podman-compose runs")
+            .output_in_time()
     };
     let output = compose(&["up", "-d"]);
     assert_ok(&output);
     let until = Instant::now() + PATIENCE;
-    let listed =
-        |which: &str| stdout(&podman.command().args(["ps", which]).output().expect("podman runs")).lines().count();
+    let listed = |which: &str| stdout(&podman.command().args(["ps", which]).output_in_time()).lines().count();
     while listed("-q") > 0 {
         assert!(Instant::now() < until, "the services did not end: {output:?}");
         std::thread::sleep(Duration::from_millis(50));

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{LEASEFS, Mount, assert_ok, set_mode, stdout};
+use common::{InTime, LEASEFS, Mount, assert_ok, set_mode, stdout};
 
 mod jobs;
 
@@ -105,7 +105,7 @@ fn cook(name: &str, dir: &Path, mut command: Command) -> Output {
         "go" => &["go", "run"],
         other => panic!("recipe {name} is in {other}"),
     };
-    command.arg(format!("PATH={}", path())).args(runner).arg(&file).current_dir(dir).output().expect("the recipe runs")
+    command.arg(format!("PATH={}", path())).args(runner).arg(&file).current_dir(dir).output_in_time()
 }
 
 #[test]

@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use common::agent::{Agent, Fd, Script, Stray, count, has_ended};
-use common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// filelock 634: a child that inherited the lock object released the parent's lock when it was garbage-collected.
 #[test]
@@ -404,7 +404,7 @@ fn a_holder_in_another_pid_namespace_is_not_taken_for_dead() {
              (exec 9>$M/claims/page) 2>/dev/null && exit 12; flock -n $M/claims/page true && exit 13
              {LEASEFS} run -n -E 14 page -- true 2>/dev/null; [ $? = 14 ]"
         );
-        let asker = mount.command(inside[0]).args(&inside[1..]).arg(&ask).output().expect("unshare runs");
+        let asker = mount.command(inside[0]).args(&inside[1..]).arg(&ask).output_in_time();
         assert_ok(&asker);
         assert_eq!(mount.status("page")["epoch"], 1);
     };

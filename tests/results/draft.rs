@@ -7,7 +7,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd};
-use crate::common::{Mount, assert_ok};
+use crate::common::{InTime, Mount, assert_ok};
 
 /// A claimed key: the agent and its handle.
 fn claimed(mount: &Mount, key: &str) -> (Agent, Fd) {
@@ -111,7 +111,7 @@ fn shells_redirect_into_a_result() {
         ),
     ] {
         let (_agent, _fd) = claimed(&mount, key);
-        let output = mount.command("bash").env("S", mount.scratch()).args(["-c", script]).output().expect("bash runs");
+        let output = mount.command("bash").env("S", mount.scratch()).args(["-c", script]).output_in_time();
         assert_ok(&output);
         assert_eq!(fs::read_to_string(mount.result(key, 1)).expect(key), content, "{script}");
         assert_eq!(mount.status(key)["outcome"], "completed", "{key}");

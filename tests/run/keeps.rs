@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use crate::common::{Mount, assert_ok, stdout, wait_for};
+use crate::common::{InTime, Mount, assert_ok, stdout, wait_for};
 use crate::{Next, Run};
 
 /// A command that ends when its file `go` is there, with code 4.
@@ -99,9 +99,12 @@ fn a_handle_is_inherited_when_asked_for_and_only_then() {
     let output = mount.leasefs(&["run", "job", "--", "sh", "-c", open]);
     assert_eq!(stdout(&output), "0\nfd=none\n");
     // Nor that of a run around it, which did not ask for it to go further.
-    let nested =
-        mount.command(crate::LEASEFS).env("LEASEFS_FD", "9").args(["run", "job", "--", "sh", "-c", open]).output();
-    assert_eq!(stdout(&nested.expect("leasefs runs")), "0\nfd=none\n");
+    let nested = mount
+        .command(crate::LEASEFS)
+        .env("LEASEFS_FD", "9")
+        .args(["run", "job", "--", "sh", "-c", open])
+        .output_in_time();
+    assert_eq!(stdout(&nested), "0\nfd=none\n");
 
     let note = r#"for fd in $LEASEFS_FD; do readlink /proc/self/fd/$fd; echo "note $fd" >&$fd; done
         grep -o '"note":"note [0-9]*' $LEASEFS_ROOT/status/[ab] | wc -l"#;
@@ -137,7 +140,7 @@ fn inheriting_alone_does_not_let_the_command_outlive_its_runner() {
 fn shorten(mount: &Mount) {
     let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', b'1s')";
     let mut command = mount.command("python3");
-    assert_ok(&command.args(["-c", set]).arg(mount.claim("job")).output().expect("python3 runs"));
+    assert_ok(&command.args(["-c", set]).arg(mount.claim("job")).output_in_time());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::common::agent::Agent;
-use crate::common::{Background, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 use crate::{Run, send};
 
 #[test]
@@ -119,7 +119,7 @@ fn the_status_names_the_agent_that_the_command_works_for() {
     ] {
         let mut command = mount.command(LEASEFS);
         command.env("LEASEFS_AGENT", variable).arg("run").args(options).args(["job", "--", "sh", "-c", script]);
-        let output = command.output().expect("leasefs runs");
+        let output = command.output_in_time();
         assert_eq!(stdout(&output), format!("\"agent\":{agent}\n"), "{options:?} {variable:?}");
     }
     let long = "x".repeat(256);

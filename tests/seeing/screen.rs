@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use crate::common::{LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// What is shown once the program in the terminal has ended.
 const ENDED: &str = "ended with";
@@ -25,7 +25,7 @@ impl Screen {
         let command = format!("{command}; echo \"{ENDED} $?\"; exec sleep 1000");
         let mut tmux = screen.tmux();
         tmux.args(["new-session", "-d", "-x", &columns.to_string(), "-y", &lines.to_string(), &command]);
-        assert_ok(&tmux.env("LEASEFS_ROOT", mount.root()).output().expect("tmux runs"));
+        assert_ok(&tmux.env("LEASEFS_ROOT", mount.root()).output_in_time());
         screen
     }
 
@@ -39,7 +39,7 @@ impl Screen {
 
     /// The lines on it, without the blanks at their ends.
     pub fn lines(&self) -> Vec<String> {
-        let shown = self.tmux().args(["capture-pane", "-p"]).output().expect("tmux runs");
+        let shown = self.tmux().args(["capture-pane", "-p"]).output_in_time();
         stdout(&shown).lines().map(|line| line.trim_end().to_owned()).collect()
     }
 
@@ -50,18 +50,18 @@ impl Screen {
 
     /// The same with the sequences that colour it.
     pub fn coloured(&self) -> String {
-        stdout(&self.tmux().args(["capture-pane", "-p", "-e"]).output().expect("tmux runs"))
+        stdout(&self.tmux().args(["capture-pane", "-p", "-e"]).output_in_time())
     }
 
     /// Presses keys, by the names that tmux has for them.
     pub fn press(&self, keys: &[&str]) {
-        assert_ok(&self.tmux().arg("send-keys").args(keys).output().expect("tmux runs"));
+        assert_ok(&self.tmux().arg("send-keys").args(keys).output_in_time());
     }
 
     /// Makes it as large as this.
     pub fn resize(&self, columns: u32, lines: u32) {
         let size = ["resize-window", "-x", &columns.to_string(), "-y", &lines.to_string()].map(str::to_owned);
-        assert_ok(&self.tmux().args(size).output().expect("tmux runs"));
+        assert_ok(&self.tmux().args(size).output_in_time());
     }
 
     /// Waits until what it shows satisfies the condition.
@@ -87,7 +87,7 @@ impl Screen {
 
     /// The pid of the shell that runs the program.
     pub fn shell(&self) -> i32 {
-        let pid = self.tmux().args(["display-message", "-p", "#{pane_pid}"]).output().expect("tmux runs");
+        let pid = self.tmux().args(["display-message", "-p", "#{pane_pid}"]).output_in_time();
         stdout(&pid).trim().parse().expect("a pid")
     }
 }

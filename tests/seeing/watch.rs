@@ -9,7 +9,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, Script};
-use crate::common::{LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 use crate::has_open;
 
 /// A `leasefs watch` that listens already.
@@ -118,7 +118,7 @@ fn it_ends_when_it_should() {
         pipe.0.try_wait().expect("it can be waited for").is_some()
     });
     assert!(pipe.wait().success());
-    let bad = Command::new(LEASEFS).args(["watch", "--root", "/"]).output().expect("leasefs runs");
+    let bad = Command::new(LEASEFS).args(["watch", "--root", "/"]).output_in_time();
     crate::assert_refused(&bad, 2, &["no leasefs tree is mounted here"]);
     assert_eq!(stdout(&bad), "");
 }

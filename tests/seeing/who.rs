@@ -6,7 +6,7 @@ use libc::{LOCK_EX, LOCK_SH, LOCK_UN};
 use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, Script, count};
-use crate::common::{LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 use crate::{STRANGER, as_stranger, assert_refused, stderr};
 
 /// What `who --json` says, with these further arguments.
@@ -209,8 +209,7 @@ fn a_holder_in_a_pid_namespace_of_its_own() {
     let output = mount
         .command("unshare")
         .args(["--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", &look])
-        .output()
-        .expect("unshare runs");
+        .output_in_time();
     assert_ok(&output);
     assert!(stderr(&output).contains("no process that can be seen has the handle"), "{}", stderr(&output));
     inside.say("");
@@ -244,6 +243,6 @@ fn a_table_in_a_narrow_terminal_stays_one_line_for_each() {
         lines[1].contains("claimed") && lines[1].ends_with('…') && lines[2].starts_with("ended with"),
         "{lines:#?}"
     );
-    let bad = Command::new(LEASEFS).args(["who", "a//b"]).env("LEASEFS_ROOT", mount.root()).output().expect("runs");
+    let bad = Command::new(LEASEFS).args(["who", "a//b"]).env("LEASEFS_ROOT", mount.root()).output_in_time();
     assert_refused(&bad, 2, &["a//b: not a key"]);
 }

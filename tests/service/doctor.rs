@@ -10,10 +10,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, assert_ok, set_mode, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, set_mode, stdout, wait_for};
 
 fn doctor(arguments: &[&str]) -> Output {
-    Command::new("timeout").args(["60", LEASEFS, "doctor"]).args(arguments).output().expect("doctor runs")
+    Command::new("timeout").args(["60", LEASEFS, "doctor"]).args(arguments).output_in_time()
 }
 
 fn path(path: &Path) -> String {
@@ -96,7 +96,7 @@ fn another_users_tree_is_not_this_users_to_mend() {
     let as_other = |root: &Path| {
         let mut command = Command::new("setpriv");
         command.args(["--reuid", "12345", "--regid", "12345", "--clear-groups", LEASEFS, "doctor", "--json"]);
-        command.arg(root).output().expect("setpriv runs")
+        command.arg(root).output_in_time()
     };
     let output = as_other(&shut.root());
     let (verdict, text, cure) = found(&output, "mount", &path(&shut.root()));
@@ -121,7 +121,7 @@ fn a_program_that_was_replaced_is_told_of_until_it_took_over() {
     let (root, state) = (dir.path().join("mnt"), dir.path().join("state"));
     fs::create_dir(&root).expect("mountpoint");
     let run = |arguments: &[&str]| {
-        let output = Command::new(&program).args(arguments).output().expect("leasefs runs");
+        let output = Command::new(&program).args(arguments).output_in_time();
         assert_ok(&output);
     };
     run(&["mount", &path(&root), "--state", &path(&state), "--durability", "process"]);
@@ -172,9 +172,7 @@ impl Tmpfs {
     fn new(path: std::path::PathBuf, size: &str) -> Tmpfs {
         fs::create_dir_all(&path).expect("mountpoint");
         let options = format!("size={size}");
-        assert_ok(
-            &Command::new("mount").args(["-t", "tmpfs", "-o", &options, "x"]).arg(&path).output().expect("mount"),
-        );
+        assert_ok(&Command::new("mount").args(["-t", "tmpfs", "-o", &options, "x"]).arg(&path).output_in_time());
         Tmpfs(path)
     }
 }
@@ -238,7 +236,7 @@ fn a_registry_that_cannot_be_served_is_found_before_it_is_mounted() {
 #[test]
 fn what_a_container_lacks_is_found() {
     let run = |program: &str, arguments: &[&str]| {
-        Command::new("timeout").arg("60").arg(program).args(arguments).output().expect("it runs")
+        Command::new("timeout").arg("60").arg(program).args(arguments).output_in_time()
     };
     // No device.
     let script = format!("mount -t tmpfs none /dev && exec {LEASEFS} doctor /nowhere --json");
@@ -273,7 +271,7 @@ fn how_far_a_tree_is_seen_is_told() {
     let of = |how: &str| {
         let root = path(&mount.root());
         let script = format!("mount --make-{how} {root} && exec {LEASEFS} doctor {root} --json");
-        let output = Command::new("unshare").args(["-m", "sh", "-c", &script]).output().expect("unshare runs");
+        let output = Command::new("unshare").args(["-m", "sh", "-c", &script]).output_in_time();
         found(&output, "propagation", &root)
     };
     assert_eq!(of("shared").0, "ok");

@@ -8,11 +8,11 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
 /// The fields a part of `leasefs help json` tells of, and those of them that may be missing.
 fn documented(title: &str) -> (BTreeSet<String>, BTreeSet<String>) {
-    let output = Command::new(LEASEFS).args(["help", "json"]).env("COLUMNS", "100").output().expect("leasefs runs");
+    let output = Command::new(LEASEFS).args(["help", "json"]).env("COLUMNS", "100").output_in_time();
     assert_ok(&output);
     let text = stdout(&output);
     let (mut all, mut optional, mut is_inside) = (BTreeSet::new(), BTreeSet::new(), false);
@@ -148,7 +148,7 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let (mut all, _) = documented(".leasefs/events, leasefs watch --json");
     assert!(all.remove("missed"), "only a gap has it");
     assert_eq!(shown(&events), all, "events");
-    let help = stdout(&Command::new(LEASEFS).args(["help", "json"]).output().expect("leasefs runs"));
+    let help = stdout(&Command::new(LEASEFS).args(["help", "json"]).output_in_time());
     for event in &events {
         let kind = event["event"].as_str().expect("a kind");
         assert!(help.contains(&format!("`{kind}`")), "{kind} is not told of");
@@ -192,7 +192,7 @@ fn the_settings_and_the_reports_of_commands_have_the_documented_fields_and_no_ot
     let registry = rusqlite::Connection::open(mount.state().join("registry.db")).expect("registry");
     registry.execute_batch("UPDATE keys SET epoch = 7").expect("SQL");
     drop(registry);
-    let output = Command::new(LEASEFS).args(["verify", "--json", "--state"]).arg(mount.state()).output().expect("runs");
+    let output = Command::new(LEASEFS).args(["verify", "--json", "--state"]).arg(mount.state()).output_in_time();
     let bad: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {output:?}"));
     assert_eq!((good["ok"].as_bool(), bad["ok"].as_bool()), (Some(true), Some(false)), "{good} {bad}");
     assert_eq!(shown([&good, &bad]), documented("leasefs verify --json").0, "verify");

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Command, Output};
 
-use crate::common::{LEASEFS, Mount, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout};
 
 fn leasefs(arguments: &[&str]) -> Output {
-    Command::new(LEASEFS).args(arguments).env_remove("LEASEFS_ROOT").output().expect("leasefs runs")
+    Command::new(LEASEFS).args(arguments).env_remove("LEASEFS_ROOT").output_in_time()
 }
 
 fn help(topic: &str) -> String {
@@ -161,7 +161,7 @@ fn completions_offer_what_is_for_people() {
                       _leasefs leasefs \"${COMP_WORDS[COMP_CWORD]}\" \"${COMP_WORDS[COMP_CWORD-1]}\"; \
                       printf '%s\\n' \"${COMPREPLY[@]}\"";
         let file = dir.path().join("completions/leasefs.bash");
-        let output = Command::new("bash").args(["-c", script, "bash"]).arg(file).args(words).output().expect("bash");
+        let output = Command::new("bash").args(["-c", script, "bash"]).arg(file).args(words).output_in_time();
         assert_ok(&output);
         stdout(&output).lines().map(str::to_owned).collect::<Vec<_>>()
     };

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use nix::mount::{MntFlags, umount2};
 
-use crate::common::{assert_ok, stdout, wait_for};
+use crate::common::{InTime, assert_ok, stdout, wait_for};
 
 /// What it boots into: nothing but what systemd itself needs.
 const TARGET: &str = "[Unit]\nDescription=A machine for tests\nAllowIsolate=yes\n";
@@ -26,7 +26,7 @@ impl Machine {
         for name in ["layer", "root"] {
             fs::create_dir(machine.path(name)).expect("mkdir");
         }
-        let run = |command: &mut Command| assert_ok(&command.output().expect("it runs"));
+        let run = |command: &mut Command| assert_ok(&command.output_in_time());
         let layer = machine.path("layer");
         run(Command::new("mount").args(["-t", "tmpfs", "-o", "mode=755", "leasefs-test"]).arg(&layer));
         // Empty in there: what others have there is none of its business.
@@ -79,7 +79,7 @@ impl Machine {
 
     /// Runs a bash script in there.
     pub fn run(&self, script: &str) -> Output {
-        self.podman().args(["exec", "machine", "timeout", "60", "bash", "-c", script]).output().expect("podman runs")
+        self.podman().args(["exec", "machine", "timeout", "60", "bash", "-c", script]).output_in_time()
     }
 
     /// Runs one that must succeed, and gives what it printed.

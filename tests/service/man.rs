@@ -4,11 +4,10 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::{LEASEFS, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, assert_ok, stdout};
 
 fn rendered(page: &Path) -> String {
-    let output =
-        Command::new("mandoc").args(["-T", "ascii", "-O", "width=78"]).arg(page).output().expect("mandoc runs");
+    let output = Command::new("mandoc").args(["-T", "ascii", "-O", "width=78"]).arg(page).output_in_time();
     assert_ok(&output);
     // Letters are made bold by printing them twice.
     let text = stdout(&output);
@@ -28,13 +27,12 @@ fn rendered(page: &Path) -> String {
 #[test]
 fn every_page_renders_without_a_complaint_and_says_what_it_must() {
     let dir = tempfile::tempdir().expect("directory");
-    assert_ok(&Command::new(LEASEFS).arg("generate").arg(dir.path()).output().expect("leasefs runs"));
+    assert_ok(&Command::new(LEASEFS).arg("generate").arg(dir.path()).output_in_time());
     let page = |name: &str| dir.path().join(format!("man{}", &name[name.len() - 1..])).join(name);
     let mut names = vec!["leasefs.1".to_owned(), "mount.leasefs.8".to_owned()];
     names.extend(crate::help::commands().iter().map(|command| format!("leasefs-{command}.1")));
     for name in &names {
-        let lint =
-            Command::new("mandoc").args(["-T", "lint", "-W", "warning"]).arg(page(name)).output().expect("mandoc");
+        let lint = Command::new("mandoc").args(["-T", "lint", "-W", "warning"]).arg(page(name)).output_in_time();
         // A page without a date has the version instead; how clap_mangen sets possible values apart changes nothing.
         let passed_over = ["missing date", "cannot parse date", "br before sp", "br after sp"];
         let said: Vec<String> = stdout(&lint)

@@ -6,11 +6,11 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use crate::common::agent::Agent;
-use crate::common::{LEASEFS, Mount, stdout};
+use crate::common::{InTime, LEASEFS, Mount, stdout};
 
 /// The table: what is wrong, and the cure. Words in capitals stand for what varies.
 fn table() -> Vec<(String, String)> {
-    let output = Command::new(LEASEFS).args(["help", "errors"]).env("COLUMNS", "100").output().expect("leasefs runs");
+    let output = Command::new(LEASEFS).args(["help", "errors"]).env("COLUMNS", "100").output_in_time();
     let mut rows: Vec<(String, String)> = Vec::new();
     let mut is_row = false;
     for line in stdout(&output).lines() {
@@ -96,7 +96,7 @@ fn what_is_told_is_in_the_table() {
     };
     let run = |arguments: &[&Path]| {
         let mut command = Command::new("timeout");
-        command.arg("60").arg(LEASEFS).args(arguments).env_remove("LEASEFS_ROOT").output().expect("leasefs runs")
+        command.arg("60").arg(LEASEFS).args(arguments).env_remove("LEASEFS_ROOT").output_in_time()
     };
     let word = Path::new;
     let dir = tempfile::tempdir().expect("directory");
@@ -133,7 +133,7 @@ fn what_is_told_is_in_the_table() {
     told(&served.leasefs(&["status", "k/below"]), "a part of it is a key");
     let mut as_other = served.command("setpriv");
     as_other.args(["--reuid", "12345", "--regid", "12345", "--clear-groups", LEASEFS, "ls"]);
-    told(&as_other.output().expect("setpriv runs"), "only a tree mounted with --allow-other");
+    told(&as_other.output_in_time(), "only a tree mounted with --allow-other");
     agent.close(fd);
     drop(agent);
 
@@ -166,7 +166,7 @@ fn the_readmes_troubleshooting_is_the_same_table() {
     for row in &rows {
         assert!(table.contains(row), "only in README.md: {row:?}");
     }
-    let symptoms = stdout(&Command::new(LEASEFS).args(["help", "errors"]).output().expect("leasefs runs"));
+    let symptoms = stdout(&Command::new(LEASEFS).args(["help", "errors"]).output_in_time());
     let symptoms = symptoms.split("Seen elsewhere\n").nth(1).expect("the section");
     let told = symptoms.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   ")).count();
     assert_eq!(told, rows.len(), "each symptom is in README.md, too");

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
-use crate::common::{LEASEFS, stdout};
+use crate::common::{InTime, LEASEFS, stdout};
 
 /// Makes the helper to be found, and directories to work with; `$D` is a directory of the test's own. Whatever is mounted
 /// is gone at the end, and so is what served it.
@@ -24,7 +24,7 @@ fn in_a_namespace(script: &str) -> Output {
     let script = format!("{SET_UP}{script}");
     let mut command = Command::new("timeout");
     command.args(["100", "unshare", "-m", "bash", "-c", &script]);
-    let output = command.env("D", dir.path()).env("LEASEFS", LEASEFS).output().expect("unshare runs");
+    let output = command.env("D", dir.path()).env("LEASEFS", LEASEFS).output_in_time();
     assert!(output.status.success(), "{}\n{}", stdout(&output), String::from_utf8_lossy(&output.stderr));
     // The keeper has ended with its mount: its lock is free.
     let lock = dir.path().join("state/lock");

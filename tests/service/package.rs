@@ -5,13 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::{LEASEFS, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, assert_ok, stdout};
 
 /// Makes the packages of the program under test, in a directory.
 pub fn make(out: &Path) -> (PathBuf, PathBuf) {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/package");
-    let output =
-        Command::new(script).args(["--binary", LEASEFS, "--out"]).arg(out).output().expect("scripts/package runs");
+    let output = Command::new(script).args(["--binary", LEASEFS, "--out"]).arg(out).output_in_time();
     assert_ok(&output);
     let made: Vec<PathBuf> = stdout(&output).lines().map(PathBuf::from).collect();
     let [tar, deb] = <[PathBuf; 2]>::try_from(made).expect("two packages");
@@ -20,9 +19,11 @@ pub fn make(out: &Path) -> (PathBuf, PathBuf) {
 
 /// The files below a directory, as paths from there.
 fn files(dir: &Path) -> BTreeSet<String> {
-    let output =
-        Command::new("find").arg(dir).args(["(", "-type", "f", "-o", "-type", "l", ")", "-printf", "%P\n"]).output();
-    stdout(&output.expect("find runs")).lines().map(str::to_owned).collect()
+    let output = Command::new("find")
+        .arg(dir)
+        .args(["(", "-type", "f", "-o", "-type", "l", ")", "-printf", "%P\n"])
+        .output_in_time();
+    stdout(&output).lines().map(str::to_owned).collect()
 }
 
 #[test]
@@ -30,10 +31,10 @@ fn the_packages_have_all_that_belongs_to_the_program_and_it_runs_from_there() {
     let dir = tempfile::tempdir().expect("directory");
     let (tar, deb) = make(&dir.path().join("out"));
     let (root, usr) = (dir.path().join("root"), dir.path().join("usr"));
-    assert_ok(&Command::new("dpkg-deb").arg("-x").arg(&deb).arg(&root).output().expect("dpkg-deb runs"));
+    assert_ok(&Command::new("dpkg-deb").arg("-x").arg(&deb).arg(&root).output_in_time());
     fs::create_dir(&usr).expect("mkdir");
     let mut unpack = Command::new("tar");
-    assert_ok(&unpack.arg("-xzf").arg(&tar).args(["--strip-components=1", "-C"]).arg(&usr).output().expect("tar runs"));
+    assert_ok(&unpack.arg("-xzf").arg(&tar).args(["--strip-components=1", "-C"]).arg(&usr).output_in_time());
 
     let (of_deb, of_tar) = (files(&root.join("usr")), files(&usr));
     for file in [
@@ -59,7 +60,7 @@ fn the_packages_have_all_that_belongs_to_the_program_and_it_runs_from_there() {
     assert!(copyright.contains("Permission is hereby granted") && !copyright.contains('@'), "{copyright}");
 
     let field = |name: &str| {
-        let output = Command::new("dpkg-deb").arg("-f").arg(&deb).arg(name).output().expect("dpkg-deb runs");
+        let output = Command::new("dpkg-deb").arg("-f").arg(&deb).arg(name).output_in_time();
         stdout(&output).trim().to_owned()
     };
     assert_eq!(field("Version"), env!("CARGO_PKG_VERSION"));
@@ -67,25 +68,25 @@ fn the_packages_have_all_that_belongs_to_the_program_and_it_runs_from_there() {
     assert_eq!(field("Recommends"), "fuse3");
 
     for program in [root.join("usr/bin/leasefs"), usr.join("bin/leasefs")] {
-        let linked = stdout(&Command::new("ldd").arg(&program).output().expect("ldd runs"));
+        let linked = stdout(&Command::new("ldd").arg(&program).output_in_time());
         for library in linked.lines().filter_map(|line| line.split_whitespace().next()) {
             let name = library.rsplit('/').next().unwrap_or_default();
             let is_of_the_c_library =
                 ["linux-vdso", "ld-linux", "libc.", "libm.", "libgcc_s.", "libdl.", "libpthread."];
             assert!(is_of_the_c_library.iter().any(|known| name.starts_with(known)), "{linked}");
         }
-        let version = stdout(&Command::new(&program).arg("--version").output().expect("it runs"));
+        let version = stdout(&Command::new(&program).arg("--version").output_in_time());
         assert_eq!(version.trim(), format!("leasefs {}", env!("CARGO_PKG_VERSION")));
     }
 
     // Mounted by what the package calls its helper, and unmounted by its program.
     let (mnt, state) = (dir.path().join("mnt"), dir.path().join("state"));
     fs::create_dir(&mnt).expect("mountpoint");
-    let mounted = Command::new(root.join("usr/sbin/mount.leasefs")).arg(&state).arg(&mnt).output().expect("it runs");
+    let mounted = Command::new(root.join("usr/sbin/mount.leasefs")).arg(&state).arg(&mnt).output_in_time();
     assert_ok(&mounted);
     assert_eq!(stdout(&mounted), "", "it is silent, as mount(8) is");
     let served = mnt.join("claims").is_dir();
-    assert_ok(&Command::new(root.join("usr/bin/leasefs")).arg("unmount").arg(&mnt).output().expect("it runs"));
+    assert_ok(&Command::new(root.join("usr/bin/leasefs")).arg("unmount").arg(&mnt).output_in_time());
     assert!(served);
 }
 
@@ -97,7 +98,7 @@ fn the_examples_are_what_their_readers_expect() {
                       print(len(compose['services'])); \
                       [print(v['type'], v['target'], v.get('bind', {}).get('propagation', '')) \
                        for s in compose['services'].values() for v in s['volumes']]";
-        let output = Command::new("python3").args(["-c", script]).arg(dir.join(file)).output().expect("python3 runs");
+        let output = Command::new("python3").args(["-c", script]).arg(dir.join(file)).output_in_time();
         assert_ok(&output);
         let text = stdout(&output);
         let lines: Vec<&str> = text.lines().collect();
@@ -122,7 +123,6 @@ fn the_examples_are_what_their_readers_expect() {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let fake = Command::new("bash")
         .args(["-c", "exec -a mount.leasefs \"$@\"", "bash", LEASEFS, fields[0], fields[1], "-f", "-o", fields[3]])
-        .output()
-        .expect("bash runs");
+        .output_in_time();
     assert_ok(&fake);
 }

@@ -10,7 +10,7 @@ use std::process::Output;
 
 use serde_json::Value;
 
-use common::{LEASEFS, Mount, stdout};
+use common::{InTime, LEASEFS, Mount, stdout};
 
 /// Every one takes a lease, so each keeps each other out.
 const LEASES: [&str; 9] =
@@ -25,7 +25,7 @@ fn thirdparty(mount: &Mount, arguments: &[&str], directory: &Path) -> Output {
     let script = repository().join("scripts/thirdparty");
     let mut command = mount.command(script.to_str().expect("a path in UTF-8"));
     command.env("LEASEFS_BIN", LEASEFS).arg("--cache").arg(mount.scratch().join("cache"));
-    command.args(arguments).arg(directory).output().expect("scripts/thirdparty runs")
+    command.args(arguments).arg(directory).output_in_time()
 }
 
 #[test]
@@ -77,7 +77,6 @@ fn the_table_of_expected_failures_tells_both_ways() {
         .current_dir(repository().join("tests/thirdparty"))
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .arg("selftest.py")
-        .output()
-        .expect("python3 runs");
+        .output_in_time();
     assert!(output.status.success(), "{}{}", stdout(&output), String::from_utf8_lossy(&output.stderr));
 }

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd, Script, count};
-use crate::common::{Mount, wait_for};
+use crate::common::{InTime, Mount, wait_for};
 
 /// A generous bound on what the contract gives 100 ms: a loaded machine.
 const SOON: Duration = Duration::from_secs(3);
@@ -270,7 +270,7 @@ fn a_waiter_that_the_server_may_not_see_waits_on_and_hears_a_signal() {
     crate::common::set_mode(dir.path(), 0o755);
     let mut command = std::process::Command::new("unshare");
     command.args(["--mount", "--propagation", "private", "bash", "-c", script]).current_dir(dir.path());
-    let output = command.env("LEASEFS", crate::common::LEASEFS).output().expect("unshare runs");
+    let output = command.env("LEASEFS", crate::common::LEASEFS).output_in_time();
     let file = |name: &str| std::fs::read_to_string(dir.path().join(name)).expect("a file");
     assert_eq!((file("unhidden"), file("said")), (String::new(), String::new()));
     let said = crate::common::stdout(&output);

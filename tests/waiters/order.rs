@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd, count};
-use crate::common::{Background, Mount};
+use crate::common::{Background, InTime, Mount};
 
 /// A `flock K CMD` that notes its number and the epoch it got.
 fn command(mount: &Mount, number: usize) -> Background {
@@ -199,6 +199,6 @@ fn a_shell_waits_its_turn() {
     mount.wait_status("k", "the shell waits", |status| count(status, "waiters") == 1);
     holder.close(fd);
     assert!(shell.wait().success());
-    let output = Command::new("flock").arg("-n").arg(mount.claim("k")).arg("true").output().expect("flock runs");
+    let output = Command::new("flock").arg("-n").arg(mount.claim("k")).arg("true").output_in_time();
     assert!(output.status.success());
 }

@@ -240,8 +240,7 @@ fn set_ttl(tree: &Tree, key: &Key, ttl: Ttl) -> Result<()> {
 
 fn print(args: &Args, tree: &Tree, key: &Key, epoch: u64, pid: Option<u32>, expires: Option<&str>) -> io::Result<()> {
     let result = tree.result(key, epoch);
-    let mut out = io::stdout().lock();
-    if args.json {
+    let text = if args.json {
         let agent = args.agent.name();
         let object = json!({
             "key": key.as_str(),
@@ -251,10 +250,13 @@ fn print(args: &Args, tree: &Tree, key: &Key, epoch: u64, pid: Option<u32>, expi
             "agent": agent,
             "expires": expires,
         });
-        writeln!(out, "{object}")?;
+        format!("{object}\n")
     } else {
-        writeln!(out, "{epoch}\n{}", result.display())?;
-    }
+        format!("{epoch}\n{}\n", result.display())
+    };
+    // At once: a reader that has had the first line may be gone by the second, and must not cost the claim.
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
     out.flush()
 }
 

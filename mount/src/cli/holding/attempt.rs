@@ -125,9 +125,8 @@ fn kept_for_caller(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option
     {
         return Ok(Some(status.epoch));
     }
-    let agent = status.agent.as_ref().map_or_else(String::new, |name| format!(", by agent {}", show::cell(name)));
     bail!(
-        "{key}: epoch {} is {}{agent}: not proven to be yours: give --epoch {} if that is the attempt you were told",
+        "{key}: epoch {} is {}: not proven to be yours: give --epoch {} if that is the attempt you were told",
         status.epoch,
         status.in_the_way(),
         status.epoch
