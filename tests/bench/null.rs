@@ -61,7 +61,7 @@ impl Null {
     fn claimed(&self, req: &Request, key: INodeNo) {
         if let Some(rows) = &self.rows {
             // Where it has failed, that is said at the end.
-            let _ = rows.send(Row { key: key.0, pid: req.pid(), uid: req.uid() });
+            let _ = rows.send(Row { key: key.0.cast_signed(), pid: req.pid(), uid: req.uid() });
         }
     }
 }

@@ -17,7 +17,7 @@ const INTERVAL: Duration = Duration::from_millis(20);
 /// A claim.
 pub struct Row {
     /// Of which file
-    pub key: u64,
+    pub key: i64,
     /// By which process
     pub pid: u32,
     /// Of which user
@@ -56,7 +56,7 @@ impl Rows {
 }
 
 fn write(mut db: Connection, claims: &Receiver<Row>) -> Result<()> {
-    let mut epochs: HashMap<u64, u64> = HashMap::new();
+    let mut epochs: HashMap<i64, u64> = HashMap::new();
     loop {
         thread::sleep(INTERVAL);
         let transaction = db.transaction()?;
