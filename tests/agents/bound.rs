@@ -160,6 +160,7 @@ impl Again {
 impl Drop for Again {
     fn drop(&mut self) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.0), Signal::SIGKILL);
+        // It does nothing but sleep, so it is gone at once.
         let _ = nix::sys::wait::waitpid(nix::unistd::Pid::from_raw(self.0), None);
     }
 }

@@ -84,11 +84,13 @@ fn the_epoch_and_the_path_are_told_at_once() {
     let tools = Tools::new();
     for options in ["", "--json"] {
         // Each read of such a pipe gives what one write had.
-        let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_DIRECT).expect("a pipe");
+        let (read, write) =
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_DIRECT | nix::fcntl::OFlag::O_CLOEXEC).expect("a pipe");
         let script = format!("leasefs claim job --agent planner {options}");
         let claimed = tools.command(&["bash", "-c", &script]).stdout(write).spawn().expect("bash runs");
         assert!(Background(claimed).wait().success());
         let mut told = [0; 4_096];
+        // The end of the pipe, if nothing was told.
         let length = nix::unistd::read(&read, &mut told).expect("it was told");
         let told = String::from_utf8_lossy(&told[..length]);
         assert!(told.ends_with('\n') && told.contains("/results/job/1"), "in pieces: {told:?}");

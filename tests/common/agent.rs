@@ -19,7 +19,7 @@ use nix::sys::socket::{self, AddressFamily, ControlMessage, MsgFlags, SockFlag, 
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use super::{Mount, PATIENCE, wait_for};
+use super::{Mount, PATIENCE, end, wait_for};
 
 /// What a system call answered.
 pub type Answer<T> = Result<T, Errno>;
@@ -367,8 +367,7 @@ impl Script {
 impl Drop for Script {
     fn drop(&mut self) {
         drop(self.stdin.take());
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        end(&mut self.child);
     }
 }
 

@@ -118,8 +118,7 @@ impl Served {
 impl Drop for Served {
     fn drop(&mut self) {
         // Before its podman client, so that the tree is not left without a server while anybody uses it.
-        let mut command = self.podman.command();
-        let _ = command.args(["kill", "server"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        self.podman.command().args(["kill", "server"]).quietly_in_time();
         if std::thread::panicking() {
             eprintln!("{}", fs::read_to_string(self.tree.root().with_file_name("log")).unwrap_or_default());
         }

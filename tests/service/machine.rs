@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use nix::mount::{MntFlags, umount2};
 
-use crate::common::{InTime, assert_ok, stdout, wait_for};
+use crate::common::{InTime, assert_ok, end, stdout, wait_for};
 
 /// What it boots into: nothing but what systemd itself needs.
 const TARGET: &str = "[Unit]\nDescription=A machine for tests\nAllowIsolate=yes\n";
@@ -97,12 +97,9 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        let mut remove = self.podman();
-        remove.args(["rm", "--force", "--time", "0", "machine"]).stdout(Stdio::null()).stderr(Stdio::null());
-        let _ = remove.status();
+        self.podman().args(["rm", "--force", "--time", "0", "machine"]).quietly_in_time();
         if let Some(podman) = &mut self.podman {
-            let _ = podman.kill();
-            let _ = podman.wait();
+            end(podman);
         }
         // What is still mounted below would be in the way of removing the directory.
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
