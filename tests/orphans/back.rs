@@ -104,6 +104,7 @@ fn before_anybody_in_line() {
     assert_eq!(waiter.epoch(fd), Ok(2));
 }
 
+/// It has the old handle open until it has the new one: without any the attempt is proven to be over.
 #[test]
 fn a_shell_whose_flock_command_is_gone() {
     let mut tree = Lost::new();
