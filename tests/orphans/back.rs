@@ -114,7 +114,6 @@ read -r go
 exec 8<>$M/claims/k; flock -n 8 || echo refused; read -r epoch <&8; echo $epoch
 read -r end
 ";
-    // The old handle stays open meanwhile: whoever has closed that, and has no other, has let go.
     let mut shell = Script::start(&tree, script);
     assert_eq!(shell.line().as_deref(), Some("1"));
     tree.lose_and_mount();
