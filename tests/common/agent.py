@@ -185,14 +185,8 @@ def become(who):
 
 def main():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ten thousand keys are held at once. The limit may be below that, and root may raise it.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    for limit in (max(hard, 20_000), hard):
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-            break
-        except (ValueError, PermissionError):
-            pass
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=os.dup(0))

@@ -277,6 +277,9 @@ impl Background {
 
     /// Sends a signal (`KILL`, `STOP`, `CONT`, `TERM`, …).
     pub fn signal(&self, name: &str) {
+        if name == "STOP" {
+            return stop(self.pid());
+        }
         let signal: Signal = format!("SIG{name}").parse().expect("a signal");
         kill(Pid::from_raw(self.pid()), signal).unwrap_or_else(|e| panic!("{signal}: {e}"));
     }
@@ -298,6 +301,19 @@ impl Drop for Background {
     fn drop(&mut self) {
         end(&mut self.0);
     }
+}
+
+/// Stops a process, and waits until it is: the signal takes effect a moment after it was sent.
+#[track_caller]
+pub fn stop(pid: i32) {
+    kill(Pid::from_raw(pid), Signal::SIGSTOP).unwrap_or_else(|e| panic!("process {pid} cannot be stopped: {e}"));
+    let is_still = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        let state = status.lines().find_map(|line| line.strip_prefix("State:\t"));
+        state.is_none_or(|state| state.starts_with(['T', 't', 'Z', 'X']))
+    };
+    let is_stopped = || fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|tasks| tasks.flatten().all(is_still));
+    wait_for(&format!("process {pid} is stopped"), is_stopped);
 }
 
 /// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].

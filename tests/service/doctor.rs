@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, Mount, assert_ok, leasefs_for_all, set_mode, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, leasefs_for_all, set_mode, stdout, stop, wait_for};
 
 fn doctor(arguments: &[&str]) -> Output {
     Command::new("timeout").args(["60", LEASEFS, "doctor"]).args(arguments).output_in_time()
@@ -78,7 +78,7 @@ fn a_tree_that_does_not_answer_is_not_waited_for() {
     let pids = [mount.keeper_pid(), mount.server_pid()].map(|pid| pid.expect("it is served"));
     let stopped = Stopped(pids.to_vec());
     for pid in pids {
-        kill(Pid::from_raw(pid), Signal::SIGSTOP).expect("it is there");
+        stop(pid);
     }
     let began = Instant::now();
     let output = doctor(&[&path(&mount.root()), "--json"]);
