@@ -39,7 +39,7 @@ impl Podman {
     pub fn run(&self, name: &str) -> Command {
         let mut command = self.command();
         command.args(["run", "--rm", "--name", name, "--network", "none"]);
-        command.args(["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096"]);
+        command.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]);
         for directory in ["/usr", "/bin", "/lib", "/lib64"].map(Path::new).iter().filter(|path| path.is_dir()) {
             command.arg("-v").arg(format!("{0}:{0}:ro", directory.display()));
         }

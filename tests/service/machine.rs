@@ -44,7 +44,7 @@ impl Machine {
         let log = fs::File::create(machine.path("log")).expect("log");
         let mut podman = machine.podman();
         podman.args(["run", "--rm", "--name", "machine", "--privileged", "--network", "none", "--systemd=always"]);
-        podman.args(["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096", "--rootfs"]).arg(machine.root());
+        podman.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--rootfs"]).arg(machine.root());
         podman.args(["/lib/systemd/systemd", "systemd.unit=leasefs-test.target"]);
         let podman = podman.stdout(log.try_clone().expect("log")).stderr(log).spawn().expect("podman runs");
         machine.podman = Some(podman);
