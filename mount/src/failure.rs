@@ -77,6 +77,8 @@ failures! {
         cure "give the container --device /dev/fuse; in a unit, DeviceAllow=/dev/fuse";
     /// Only root mounts by itself.
     NoFusermount = "fusermount3 is not installed", cure "install the package fuse3, or mount as root";
+    /// Its mode is not the usual 0666.
+    DeviceMode = "this user may not open /dev/fuse", cure "run `chmod 666 /dev/fuse` as root, or mount as root";
     /// fusermount3 refuses `allow_other` to users other than root.
     NoAllowOther = "--allow-other needs `user_allow_other` in /etc/fuse.conf",
         cure "add that line, or mount as root";
@@ -89,9 +91,9 @@ failures! {
     UnknownOption { option } = "-o {option} is not known",
         cure "use ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES, context=LABEL or fsname=NAME";
     /// The kernel would abort the connection.
-    RequestTimeout { seconds } =
-        "fs.fuse.max_request_timeout is {seconds} s, and one longer wait would end the whole mount",
-        cure "run `sysctl fs.fuse.max_request_timeout=0`";
+    RequestTimeout { setting, seconds } =
+        "{setting} is {seconds} s, and one longer wait would end the whole mount",
+        cure "run `sysctl {setting}=0`, and take it out of /etc/sysctl.d";
     /// There is no such directory.
     NoMountpoint { path } = "{path} does not exist", cure "mkdir it first";
     /// It is something else.
@@ -306,6 +308,15 @@ impl Failure {
             libc::ENOLCK => Some(Failure::OverLimit { subject }),
             libc::EIO => Some(Failure::StateFailed { subject }),
             _ => None,
+        }
+    }
+
+    /// The device is there and cannot be opened, by the system's error.
+    pub fn of_device(error: &io::Error) -> Failure {
+        match error.raw_os_error() {
+            // Where a container or a unit shuts it, it is `EPERM`.
+            Some(libc::EACCES) => Failure::DeviceMode,
+            _ => Failure::DeviceShut { why: error.to_string() },
         }
     }
 
