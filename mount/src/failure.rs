@@ -137,6 +137,9 @@ failures! {
         cure "make it writable for this user, or use another --state";
     /// It could not be made.
     StateUnmade { path, why } = "state directory {path} cannot be made ({why})", cure "use another --state";
+    /// The log of a background mount.
+    LogShut { path, why } = "cannot write the log {path} ({why})",
+        cure "take away what is there, or mount with --foreground, which logs to stderr";
     /// It would hide itself.
     StateInMountpoint { path } = "state directory {path} is inside the mountpoint", cure "use a --state outside it";
     /// A tree of this kind keeps no files.
@@ -157,7 +160,8 @@ failures! {
         NotMounted { path } = "{path} is not a leasefs mount", cure "see `findmnt -t fuse.leasefs`";
     /// `EBUSY`.
     InUse { path } = "{path} is in use",
-        cure "end the processes that have files open in it (`leasefs ls` shows the holders), then unmount again";
+        cure "end the processes that have files open in it (`leasefs ls` shows the holders, `fuser -vm {path}` all), then \
+              unmount again";
     /// `EPERM`.
     UnmountNotPermitted { path } = "not permitted to unmount {path}",
         cure "do it as the user who mounted it, or as root";

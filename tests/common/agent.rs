@@ -391,6 +391,20 @@ impl Drop for Stray {
     }
 }
 
+/// Stops a process, and waits until each of its threads has stopped: until then one may still answer.
+pub fn freeze(pid: i32) {
+    kill(Pid::from_raw(pid), Signal::SIGSTOP).expect("it is there");
+    let has_stopped = |task: std::fs::DirEntry| {
+        let status = std::fs::read_to_string(task.path().join("status"));
+        // A thread that has ended meanwhile answers nobody either.
+        status.map_or(true, |status| status.lines().any(|line| line.starts_with("State:\tT")))
+    };
+    wait_for("it has stopped", || {
+        let mut tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads").flatten();
+        tasks.all(has_stopped)
+    });
+}
+
 /// Has the process ended? A zombie has closed its files already, once the last of its threads is gone.
 pub fn has_ended(pid: i32) -> bool {
     // Not `stat`: reading that waits for a process in execve(2), which may wait for the tree.

@@ -9,7 +9,7 @@ use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::common::agent::Agent;
+use crate::common::agent::{Agent, freeze};
 use crate::common::{InTime, LEASEFS, Mount, assert_ok, set_mode, stdout, wait_for};
 
 fn doctor(arguments: &[&str]) -> Output {
@@ -77,9 +77,7 @@ fn a_tree_that_does_not_answer_is_not_waited_for() {
     let mount = Mount::new();
     let pids = [mount.keeper_pid(), mount.server_pid()].map(|pid| pid.expect("it is served"));
     let stopped = Stopped(pids.to_vec());
-    for pid in pids {
-        kill(Pid::from_raw(pid), Signal::SIGSTOP).expect("it is there");
-    }
+    pids.into_iter().for_each(freeze);
     let began = Instant::now();
     let output = doctor(&[&path(&mount.root()), "--json"]);
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
@@ -206,6 +204,22 @@ fn state_directories_that_will_not_last_or_cannot_be_used() {
     assert!(!dir.path().join("new").exists(), "it only looks");
     fs::write(dir.path().join("file"), "").expect("file");
     assert_eq!(found(&of(&dir.path().join("file")), "state", "").0, "fail");
+}
+
+#[test]
+fn a_state_directory_may_be_named_from_where_one_is() {
+    let dir = tempfile::tempdir().expect("directory");
+    fs::create_dir(dir.path().join("there")).expect("mkdir");
+    let doctor = |state: &str| {
+        let mut doctor = Command::new(LEASEFS);
+        doctor.args(["doctor", "--json", "--state", state]).current_dir(dir.path()).output_in_time()
+    };
+    for state in ["new", "there/new", "./there/new"] {
+        let (verdict, text, _) = found(&doctor(state), "state", "new");
+        assert!(verdict == "ok" && text.contains("made by the first mount"), "{state}: {text}");
+    }
+    let (verdict, text, _) = found(&doctor("nowhere/new"), "state", "new");
+    assert!(verdict == "fail" && text.ends_with("nowhere does not exist"), "{text}");
 }
 
 #[test]

@@ -94,7 +94,7 @@ fn odd_paths_and_options_that_come_twice_are_taken_as_mount_8_takes_them() {
         mkdir "$D/real" && ln -s real "$D/link" && mkdir "$D/m t"
         trap 'umount "$D/m t" $D/mnt 2>/dev/null || true' EXIT
         # A state directory that is not there yet, by a link, with a blank and a comma; what mount(8) is given beats fstab.
-        echo "$D/link/st a,te $D/m t leasefs ttl=1h,allow_other,nofail 0 0" >/etc/fstab
+        echo "$D/link/st\040a,te $D/m\040t leasefs ttl=1h,allow_other,nofail 0 0" >/etc/fstab
         mount -o ttl=2h,allow_other "$D/m t"
         mount -a
         findmnt -no SOURCE "$D/m t" | sed s,.*real,real,

@@ -82,6 +82,8 @@ struct Call {
     options: Vec<String>,
     /// What it passes on to the kernel, and what the mount is of.
     kernel: Vec<String>,
+    /// It is mounted, and to be mounted otherwise.
+    remount: bool,
     /// Say what became of it.
     verbose: bool,
     /// Only check the arguments.
@@ -164,7 +166,10 @@ impl Call {
             bail!("{}: the source is the state directory: give its path, as in /var/lib/leasefs/main", state.display());
         }
         (call.state, call.mountpoint) = (state, mountpoint);
-        for option in lists.iter().flat_map(|list| split(list)).filter(|option| !option.is_empty()) {
+        let options: Vec<String> = lists.iter().flat_map(|list| split(list)).filter(|one| !one.is_empty()).collect();
+        // Then the rest is what the kernel has the mount be like now, and nothing comes of it.
+        call.remount = options.iter().any(|option| option == "remount");
+        for option in options {
             match translate(&option) {
                 Some(Meaning::Ours(word)) => {
                     let name = word.split('=').next().unwrap_or_default().to_owned();
@@ -173,7 +178,7 @@ impl Call {
                 }
                 Some(Meaning::Kernels) => call.kernel.push(option),
                 Some(Meaning::Nothing) => {}
-                None if sloppy => {}
+                None if sloppy || call.remount => {}
                 None => bail!("-o {option} is not known: see mount.leasefs(8)"),
             }
         }
@@ -184,7 +189,7 @@ impl Call {
     }
 
     fn mount(self) -> Result<ExitCode> {
-        if self.kernel.iter().any(|option| option == "remount") {
+        if self.remount {
             bail!(
                 "a tree cannot be remounted: unmount it and mount it again; a new program takes over by `leasefs upgrade`"
             );
@@ -247,7 +252,7 @@ fn translate(option: &str) -> Option<Meaning> {
     if value.is_none() && FLAGS.iter().any(|(known, _)| *known == name) {
         return Some(Meaning::Ours(long()));
     }
-    if PASSED.contains(&name) || name == "remount" {
+    if PASSED.contains(&name) {
         return Some(Meaning::Kernels);
     }
     (IGNORED.contains(&name) || name.starts_with("x-") || name.starts_with("X-")).then_some(Meaning::Nothing)
@@ -308,12 +313,12 @@ pub fn man_page() -> String {
         page.entry("0", "mounted").entry("1", "bad usage").entry("32", "it could not be mounted: stderr says why");
     });
     section(&mut roff, "EXAMPLES", &|page| {
+        page.text("A line of /etc/fstab:");
+        page.code("/var/lib/leasefs/main /srv/leases leasefs ttl=1h,nofail 0 0");
         page.text(
-            "A line of /etc/fstab. Where the state directory may be on a filesystem of its own, systemd has to be told that it \
-             comes first: else numbers would begin anew in the directory below.",
-        );
-        page.code(
-            "/var/lib/leasefs/main /srv/leases leasefs ttl=1h,nofail,x-systemd.requires-mounts-for=/var/lib/leasefs 0 0",
+            "Where the state directory may be on a filesystem of its own, add \
+             `x-systemd.requires-mounts-for=/var/lib/leasefs`: that one has to be mounted before, or numbers would begin \
+             anew in a directory below it.",
         );
     });
     roff.control("SH", ["SEE ALSO"]);
