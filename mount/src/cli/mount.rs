@@ -89,6 +89,11 @@ fn bytes(text: &str) -> Result<u64, String> {
 }
 
 impl Args {
+    /// Adds options as `-o` has them, but each whole: a comma in one is part of it.
+    pub(super) fn add_options(&mut self, options: Vec<String>) {
+        self.options.extend(options);
+    }
+
     fn plan(self) -> Result<Plan> {
         let state_dir = match self.state {
             Some(dir) => dir,
