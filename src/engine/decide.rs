@@ -9,7 +9,7 @@ use super::survivors::Left;
 use super::{Config, Inner, KeyEntry, MAX_CLOSES, Ready, Start};
 use crate::batch::{Answer, Batch, Done, Logged, Note, Waiting};
 use crate::error::Error;
-use crate::events::{Events, Kind};
+use crate::events::{Events, Kind, Wait};
 use crate::ids::{Epoch, KeyId, NamespaceId};
 use crate::key::Key;
 use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step, Waiter};
@@ -191,7 +191,7 @@ impl Inner {
         self.batch.writes.push(Write::Namespace(row.clone()));
         let before = self.namespaces.set(row);
         self.batch.remember_namespace(id, before);
-        self.batch.answers.push(Answer { done, reply: Ok(Reply::Done), key: None, fact: false, waited_ns: None });
+        self.batch.answers.push(Answer { done, reply: Ok(Reply::Done), key: None, fact: false, waited: None });
         self.batch.urgent = true;
     }
 
@@ -211,7 +211,7 @@ impl Inner {
             Err(error) => return ready.push((done, Err(error))),
         };
         let waiter = match &input {
-            Input::Lock { wait: Some(waiter), claimant, .. } => Some((*waiter, claimant.uid)),
+            Input::Lock { wait: Some(waiter), claimant, .. } => Some((*waiter, Wait::of(claimant))),
             _ => None,
         };
         let cancels = matches!(input, Input::Cancel(_));
@@ -223,10 +223,10 @@ impl Inner {
         let changed = !step.changes.is_empty();
         let mut done = Some(done);
         if reply == Ok(Reply::Queued)
-            && let Some((waiter, uid)) = waiter
+            && let Some((waiter, who)) = waiter
             && let Some(done) = done.take()
         {
-            self.waiting.insert(waiter, (id, uid), now, done);
+            self.waiting.insert(waiter, id, who, now, done);
         }
         self.absorb(id, step, now, ready);
         if closes {
@@ -250,7 +250,7 @@ impl Inner {
             self.touch_batch(now);
             self.batch.urgent = true;
         }
-        self.batch.answers.push(Answer { done, reply, key: Some(id), fact, waited_ns: None });
+        self.batch.answers.push(Answer { done, reply, key: Some(id), fact, waited: None });
     }
 
     pub(super) fn is_unsettled(&self, id: KeyId) -> bool {
@@ -357,25 +357,28 @@ impl Inner {
         }
         let (unsettled, recorded) = (self.is_unsettled(id), self.is_recorded(id));
         for (waiter, reply) in grants {
-            let Some((done, since_ns)) = self.waiting.remove(waiter) else { continue };
-            let waited_ns = now.boot_ns.saturating_sub(since_ns);
+            let Some((done, waited)) = self.waiting.remove(waiter, now) else { continue };
             // It may have given a share back to get into line.
             let interrupted = reply == Err(Error::Interrupted);
             if interrupted && recorded || reply.is_err() && !interrupted && !unsettled {
-                self.metrics.waited(&reply, waited_ns);
+                self.metrics.waited(&reply, waited.ns);
+                let epoch = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
+                if let Some(Note { kind, detail, .. }) = waited.note(id, epoch, &reply) {
+                    self.note(now, kind, id, epoch, detail);
+                }
                 ready.push((done, reply));
                 continue;
             }
             self.touch_batch(now);
-            let waited_ns = Some(waited_ns);
-            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: interrupted, waited_ns });
+            let waited = Some(waited);
+            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: interrupted, waited });
             self.batch.urgent = true;
         }
         let newest = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
         for notice in notices {
             let (kind, epoch) = Kind::of(notice, newest);
             let detail = details.iter().find(|(about, detail)| *about == epoch && detail.is_for(kind));
-            self.note(now, kind, id, epoch, detail.map_or(Detail::None, |(_, detail)| *detail));
+            self.note(now, kind, id, epoch, detail.map_or(Detail::None, |(_, detail)| detail.clone()));
         }
         details.clear();
         self.details = details;
@@ -432,8 +435,8 @@ impl Inner {
 
     pub(super) fn announce(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch, detail: Detail) {
         let Some(entry) = self.keys.get(&id) else { return };
-        self.metrics.count(kind, detail);
-        self.events.push(now, kind, &entry.key, epoch, detail.pruned());
+        self.metrics.count(kind, &detail);
+        self.events.push(now, kind, &entry.key, epoch, detail.told());
         self.memory.next_event(self.events.next());
         if self.watched {
             self.changed.push(id);
