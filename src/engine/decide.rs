@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::events::{Events, Kind, Wait};
 use crate::ids::{Epoch, KeyId, NamespaceId};
 use crate::key::Key;
-use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step, Waiter};
+use crate::machine::{Change, Context, Input, KeyState, Reply, Room, Step, Waiter};
 use crate::metrics::{Detail, Metrics};
 use crate::namespaces::{Namespaces, Node};
 use crate::registry::{Loaded, LoadedKey, NamespaceRow, Write};
@@ -206,7 +206,7 @@ impl Inner {
     }
 
     pub(super) fn submit(&mut self, id: KeyId, input: Input, now: Now, done: Done, ready: &mut Ready) {
-        let input = match self.check_limits(id, input, now) {
+        let input = match self.check_waiters(id, input, now) {
             Ok(input) => input,
             Err(error) => return ready.push((done, Err(error))),
         };
@@ -271,7 +271,8 @@ impl Inner {
         let changes = entry.state.changes;
         let fact = input.is_fact();
         let repeat = (fact || matches!(input, Input::Lock { wait: Some(_), .. })).then(|| input.clone());
-        let step = entry.state.apply(input, Context { now, ttl });
+        let room = Room::of(&self.held_by_uid, entry.counted, self.config.max_keys);
+        let step = entry.state.apply(input, Context { now, ttl, room });
         if self.watched && entry.state.changes != changes {
             self.changed.push(id);
         }
@@ -290,37 +291,22 @@ impl Inner {
         Some(step)
     }
 
-    pub(super) fn check_limits(&mut self, id: KeyId, input: Input, now: Now) -> Result<Input, Error> {
-        let (claimant, renewal) = match &input {
-            Input::Create { claimant, .. } => (claimant, false),
-            Input::Lock { claimant, handle, owner, .. } => {
-                let holds = self.keys.get(&id).is_some_and(|entry| entry.state.is_holder(*handle, *owner));
-                (claimant, holds)
-            }
-            _ => return Ok(input),
-        };
+    /// The limit on waiters: whoever may not stand in line as well is not put there. The one on keys is judged where a key
+    /// is granted.
+    fn check_waiters(&self, id: KeyId, input: Input, now: Now) -> Result<Input, Error> {
+        let Input::Lock { handle, owner, mode, wait: Some(number), claimant } = input else { return Ok(input) };
         // What it has, it may have back.
-        if self.keys.get(&id).is_some_and(|entry| entry.state.is_return(claimant)) {
-            return Ok(input);
+        let state = self.keys.get(&id).map(|entry| &entry.state);
+        let full = self.waiting.of_uid(claimant.uid) >= self.config.max_waiters;
+        if !full || state.is_some_and(|state| state.is_return(&claimant)) {
+            return Ok(Input::Lock { handle, owner, mode, wait: Some(number), claimant });
         }
-        let uid = claimant.uid;
-        let taken = self.keys.get(&id).is_some_and(|entry| entry.state.has_file());
-        let claims = matches!(&input, Input::Create { .. } | Input::Lock { mode: Mode::Exclusive, .. });
-        let full = self.held_by_uid.get(&uid).copied().unwrap_or(0) >= self.config.max_keys;
-        if full && claims && !renewal && !(taken && matches!(&input, Input::Create { .. })) {
-            return Err(Error::Limit("this uid holds as many keys as --max-keys allows"));
+        let waiter = Waiter { id: number, handle, owner, mode, claimant, since: now };
+        if state.is_some_and(|state| state.would_wait(&waiter)) {
+            return Err(Error::Limit("this uid has as many lock requests waiting as --max-waiters allows"));
         }
-        if self.waiting.of_uid(uid) >= self.config.max_waiters
-            && let Input::Lock { handle, owner, mode, wait: Some(number), claimant } = input
-        {
-            let waiter = Waiter { id: number, handle, owner, mode, claimant, since: now };
-            if self.keys.get(&id).is_some_and(|entry| entry.state.would_wait(&waiter)) {
-                return Err(Error::Limit("this uid has as many lock requests waiting as --max-waiters allows"));
-            }
-            let claimant = waiter.claimant;
-            return Ok(Input::Lock { handle, owner, mode, wait: None, claimant });
-        }
-        Ok(input)
+        let claimant = waiter.claimant;
+        Ok(Input::Lock { handle, owner, mode, wait: None, claimant })
     }
 
     /// Takes over a step's effects: what to record, whom to answer, what to announce.

@@ -133,6 +133,8 @@ impl Inner {
                 // Who was answered, refused now or interrupted before, is not in line again.
                 entry.state.line.retain(|waiter| self.waiting.key(waiter.id).is_some());
             }
+            // Nobody is refused a key for one that was taken back.
+            self.refresh(*id);
         }
         for Logged { key, input, now: at } in again {
             self.repeat(key, input, at, ready);
