@@ -77,6 +77,8 @@ failures! {
         cure "give the container --device /dev/fuse; in a unit, DeviceAllow=/dev/fuse";
     /// Only root mounts by itself.
     NoFusermount = "fusermount3 is not installed", cure "install the package fuse3, or mount as root";
+    /// Its mode is not the usual 0666.
+    DeviceMode = "this user may not open /dev/fuse", cure "run `chmod 666 /dev/fuse` as root, or mount as root";
     /// fusermount3 refuses `allow_other` to users other than root.
     NoAllowOther = "--allow-other needs `user_allow_other` in /etc/fuse.conf",
         cure "add that line, or mount as root";
@@ -89,9 +91,9 @@ failures! {
     UnknownOption { option } = "-o {option} is not known",
         cure "use ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES, context=LABEL or fsname=NAME";
     /// The kernel would abort the connection.
-    RequestTimeout { seconds } =
-        "fs.fuse.max_request_timeout is {seconds} s, and one longer wait would end the whole mount",
-        cure "run `sysctl fs.fuse.max_request_timeout=0`";
+    RequestTimeout { setting, seconds } =
+        "{setting} is {seconds} s, and one longer wait would end the whole mount",
+        cure "run `sysctl {setting}=0`, and take it out of /etc/sysctl.d";
     /// There is no such directory.
     NoMountpoint { path } = "{path} does not exist", cure "mkdir it first";
     /// It is something else.
@@ -135,6 +137,9 @@ failures! {
         cure "make it writable for this user, or use another --state";
     /// It could not be made.
     StateUnmade { path, why } = "state directory {path} cannot be made ({why})", cure "use another --state";
+    /// The log of a background mount.
+    LogShut { path, why } = "cannot write the log {path} ({why})",
+        cure "take away what is there, or mount with --foreground, which logs to stderr";
     /// It would hide itself.
     StateInMountpoint { path } = "state directory {path} is inside the mountpoint", cure "use a --state outside it";
     /// A tree of this kind keeps no files.
@@ -155,7 +160,8 @@ failures! {
     NotMounted { path } = "{path} is not a leasefs mount", cure "see `findmnt -t fuse.leasefs`";
     /// `EBUSY`.
     InUse { path } = "{path} is in use",
-        cure "end the processes that have files open in it (`leasefs ls` shows the holders), then unmount again";
+        cure "end the processes that have files open in it (`leasefs ls` shows the holders, `fuser -vm {path}` all), then \
+              unmount again";
     /// `EPERM`.
     UnmountNotPermitted { path } = "not permitted to unmount {path}",
         cure "do it as the user who mounted it, or as root";
@@ -306,6 +312,15 @@ impl Failure {
             libc::ENOLCK => Some(Failure::OverLimit { subject }),
             libc::EIO => Some(Failure::StateFailed { subject }),
             _ => None,
+        }
+    }
+
+    /// The device is there and cannot be opened, by the system's error.
+    pub fn of_device(error: &io::Error) -> Failure {
+        match error.raw_os_error() {
+            // Where a container or a unit shuts it, it is `EPERM`.
+            Some(libc::EACCES) => Failure::DeviceMode,
+            _ => Failure::DeviceShut { why: error.to_string() },
         }
     }
 

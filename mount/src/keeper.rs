@@ -45,7 +45,9 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::failure::{self, Failure};
 use crate::flight::Flight;
+use crate::fs::any_open;
 use crate::handover::{Fds, Handover, PROTOCOL, READY};
+use crate::openfiles::OpenFiles;
 use crate::server::{self, Plan};
 use crate::{connection, dead_mount, kernel_mount, logfile, mountinfo};
 use child::{Program, Server};
@@ -53,6 +55,9 @@ use control::{Control, Requester};
 use lock::lock_state;
 use pace::Pace;
 use upgrade::{Check, Upgrade};
+
+/// Where [`Keeper::memory`] has that of the open files.
+const FILES: usize = 1;
 
 /// How the keeper itself is to act.
 #[derive(Clone, Copy, Debug)]
@@ -70,9 +75,8 @@ pub struct Manner {
 /// # Errors
 /// What is wrong and what to do; if `ready` was not called, nothing is mounted.
 pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> {
-    let timeout_s = kernel_mount::request_timeout_s();
-    if timeout_s > 0 {
-        bail!(Failure::RequestTimeout { seconds: timeout_s.to_string() });
+    if let Some(failure) = kernel_mount::request_timeout() {
+        bail!(failure);
     }
     kernel_mount::check_proc()?;
     // It was started by another path, and is to be found by its name.
@@ -158,6 +162,7 @@ enum Ending {
 struct Keeper {
     handover: Handover,
     device: OwnedFd,
+    /// Of what is in flight, of what is open, and of what was read last.
     memory: [OwnedFd; 3],
     signals: SignalFd,
     control: Control,
@@ -307,8 +312,12 @@ impl Keeper {
                 self.stopping = true;
                 service::stopping();
                 let mountpoint = self.handover.plan.mountpoint.clone();
+                let memory = self.memory[FILES].try_clone();
                 // Elsewhere: unmounting may have to look at the tree, and somebody must answer.
-                std::thread::spawn(move || kernel_mount::stop(&mountpoint));
+                std::thread::spawn(move || {
+                    let files = memory.ok().and_then(|memory| OpenFiles::attach(&memory).ok());
+                    kernel_mount::stop(&mountpoint, || files.as_ref().is_some_and(any_open));
+                });
             }
             _ => {}
         }

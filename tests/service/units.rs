@@ -118,3 +118,38 @@ fn a_tree_is_installed_started_reloaded_stopped_and_restarted_as_the_unit_says()
     machine.ok("kill -KILL $(grep -o '\"pid\":[0-9]*' /srv/leases/.leasefs/config | cut -d: -f2)");
     machine.ok("flock -n /srv/leases/claims/k true; umount /srv/leases");
 }
+
+#[test]
+fn a_tree_in_use_outlives_its_package_and_does_not_keep_the_machine_up() {
+    let dir = tempfile::tempdir().expect("directory");
+    let (_, deb) = package::make(dir.path());
+    let mut machine = Machine::boot();
+    fs::copy(&deb, machine.root().join("root/leasefs.deb")).expect("copy");
+    machine.ok("dpkg -i /root/leasefs.deb; echo GRACE=1 >/etc/leasefs/main.conf; systemctl enable --now leasefs@main");
+    machine.ok("mkdir /srv/table; mount -t leasefs /var/lib/leasefs/f /srv/table");
+
+    // A tree that is not of a unit is taken over by what is installed as well.
+    machine.ok("dpkg -i /root/leasefs.deb");
+    wait_for("its next server", || machine.ok("cat /srv/table/.leasefs/config").contains("\"starts\":2"));
+    machine.ok("umount /srv/table");
+
+    // Without the package's file it would be killed 90 s after it was told to stop.
+    let rules = || machine.ok("systemctl show -P TimeoutStopUSec -P KillMode leasefs@main");
+    let (before, unit) = (rules(), "/run/systemd/system/leasefs@.service");
+    assert!(before.contains("infinity") && before.contains("mixed"), "{before}");
+    machine.ok(&HOLD.replace("KEY", "held"));
+    machine.ok("dpkg --purge leasefs; systemctl daemon-reload");
+    assert_eq!(rules(), before);
+    machine.ok("grep -q '\"state\":\"held\"' /run/leasefs/main/status/held; touch /root/go");
+    machine.ok("! test -L /etc/systemd/system/multi-user.target.wants/leasefs@main.service");
+    machine.ok("test -s /var/lib/leasefs/main/registry.db");
+    machine.ok("mkdir -p /etc/leasefs; echo GRACE=1 >/etc/leasefs/main.conf; dpkg -i /root/leasefs.deb");
+    machine.ok(&format!("! test -e {unit}; systemctl restart leasefs@main"));
+
+    // Who is killed last of all when the machine goes down, as what cron started is, is not waited for.
+    machine.ok("systemd-run --quiet --unit cron -p KillMode=process \
+         bash -c 'setsid -f flock /run/leasefs/main/claims/job sleep 1000; sleep 1000'");
+    wait_for("the job", || machine.ok("cat /run/leasefs/main/status/job || true").contains("\"state\":\"held\""));
+    machine.run("systemctl poweroff --no-block");
+    machine.wait_off();
+}
