@@ -166,7 +166,9 @@ failures! {
     UnmountNotPermitted { path } = "not permitted to unmount {path}",
         cure "do it as the user who mounted it, or as root";
     /// It takes longer than it should.
-    KeeperStays { pid, path } = "unmounted, but the keeper (pid {pid}) of {path} has not ended yet", cure "see its log";
+    KeeperStays { pid, path } = "unmounted, but the keeper (pid {pid}) of {path} has not ended yet",
+        cure "a container or service with mounts of its own may still have the tree (`grep -l fuse.leasefs \
+              /proc/*/mountinfo` names its processes): it ends with the last of them; else see its log";
     }
 
     "Finding the tree and the key" {
