@@ -100,6 +100,8 @@ failures! {
     MountpointNoDirectory { path } = "{path} is not a directory", cure "give an empty directory";
     /// It would be hidden.
     MountpointNotEmpty { path } = "{path} is not empty", cure "give an empty directory";
+    /// Paths are kept and told as text.
+    PathNotText { path } = "{path} is not UTF-8", cure "give a directory whose whole path is";
     /// A tree is there.
     MountedAlready { path } = "{path} is already a leasefs mount", cure "use it, or `leasefs unmount {path}` first";
     /// Something else is mounted there.
