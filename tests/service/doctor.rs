@@ -9,8 +9,8 @@ use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::common::agent::{Agent, freeze};
-use crate::common::{InTime, LEASEFS, Mount, assert_ok, set_mode, stdout, wait_for};
+use crate::common::agent::Agent;
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, leasefs_for_all, set_mode, stdout, stop, wait_for};
 
 fn doctor(arguments: &[&str]) -> Output {
     Command::new("timeout").args(["60", LEASEFS, "doctor"]).args(arguments).output_in_time()
@@ -77,7 +77,9 @@ fn a_tree_that_does_not_answer_is_not_waited_for() {
     let mount = Mount::new();
     let pids = [mount.keeper_pid(), mount.server_pid()].map(|pid| pid.expect("it is served"));
     let stopped = Stopped(pids.to_vec());
-    pids.into_iter().for_each(freeze);
+    for pid in pids {
+        stop(pid);
+    }
     let began = Instant::now();
     let output = doctor(&[&path(&mount.root()), "--json"]);
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
@@ -91,10 +93,11 @@ fn a_tree_that_does_not_answer_is_not_waited_for() {
 #[test]
 fn another_users_tree_is_not_this_users_to_mend() {
     let (shut, shared) = (Mount::new(), Mount::shared());
+    let leasefs = leasefs_for_all(&shared);
     let as_other = |root: &Path| {
         let mut command = Command::new("setpriv");
-        command.args(["--reuid", "12345", "--regid", "12345", "--clear-groups", LEASEFS, "doctor", "--json"]);
-        command.arg(root).output_in_time()
+        command.args(["--reuid", "12345", "--regid", "12345", "--clear-groups"]).arg(&leasefs);
+        command.args(["doctor", "--json"]).arg(root).output_in_time()
     };
     let output = as_other(&shut.root());
     let (verdict, text, cure) = found(&output, "mount", &path(&shut.root()));
@@ -139,8 +142,7 @@ struct Unmount(std::path::PathBuf);
 
 impl Drop for Unmount {
     fn drop(&mut self) {
-        let done = Command::new(LEASEFS).arg("unmount").arg(&self.0).output();
-        if !done.is_ok_and(|output| output.status.success()) {
+        if !Command::new(LEASEFS).arg("unmount").arg(&self.0).quietly_in_time() {
             let _ = umount2(&self.0, MntFlags::MNT_DETACH);
         }
     }
@@ -272,8 +274,10 @@ fn what_a_container_lacks_is_found() {
         assert!(found.0 == verdict && found.2.contains(word), "{capability}: {found:?}");
     }
     // Processes that are hidden.
+    let place = Mount::unserved();
     let script = format!(
-        "mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 12345 --clear-groups {LEASEFS} doctor /nowhere --json"
+        "mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 12345 --clear-groups {} doctor /nowhere --json",
+        leasefs_for_all(&place).display()
     );
     let output = run("unshare", &["-m", "sh", "-c", &script]);
     assert_eq!(found(&output, "proc", "hides").0, "warn");

@@ -29,8 +29,8 @@ fn in_a_namespace(script: &str) -> Output {
     // The keeper has ended with its mount: its lock is free.
     let lock = dir.path().join("state/lock");
     if lock.exists() {
-        let free = Command::new("flock").args(["-w", "60"]).arg(&lock).arg("true").status().expect("flock runs");
-        assert!(free.success(), "a keeper is left");
+        let free = Command::new("flock").args(["-w", "60"]).arg(&lock).arg("true").output_in_time();
+        assert!(free.status.success(), "a keeper is left");
     }
     output
 }

@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use leasefs::Ttl;
+use nix::sys::signal::{SigHandler, Signal, signal};
 
 pub mod abandon;
 pub mod backup;
 pub mod claim;
 pub mod complete;
+pub mod completion;
 pub mod deadlock;
 pub mod doctor;
 pub mod events;
@@ -141,11 +143,20 @@ pub enum Command {
     Probe(probe::Args),
 }
 
+/// Children that end are to be waited for. Where whoever started this program ignores `SIGCHLD`, and so does it, the kernel
+/// reaps them unseen: a keeper would never hear of its server's end.
+fn heed_children() {
+    // SAFETY: the default action runs no code of ours.
+    let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) };
+}
+
 /// Reads the command line and carries it out.
 pub fn main() -> ExitCode {
+    heed_children();
     if mount_helper::is_called() {
         return mount_helper::main();
     }
+    completion::answer();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage::refuse(&error),

@@ -190,11 +190,15 @@ fn start(plan: &Plan, quiet: bool) -> Result<ExitCode> {
     command.arg0(std::env::args_os().next().unwrap_or_else(|| "leasefs".into()));
     command.args(std::env::args_os().skip(1)).env(READY_FD, number.to_string());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    // SAFETY: between fork and exec only setsid(2) and fcntl(2) are called, which are async-signal-safe.
+    // SAFETY: between fork and exec only setsid(2), signal(2) and fcntl(2) are called, which are async-signal-safe.
     unsafe {
         command.pre_exec(move || {
             if !stays {
                 nix::unistd::setsid()?;
+            }
+            // What the caller ignores, as scripts do for what they start in the background, is an order to the keeper.
+            for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+                libc::signal(signal, libc::SIG_DFL);
             }
             if libc::fcntl(number, libc::F_SETFD, 0) < 0 {
                 return Err(std::io::Error::last_os_error());

@@ -140,6 +140,10 @@ pub fn environment() -> Page {
             "How much the keeper and the server log: `error`, `warn`, `info` (the default), `debug` or `trace`.",
         ),
         ("XDG_STATE_HOME, HOME", "Where the state directory is if none is given."),
+        (
+            "LEASEFS_COMPLETE",
+            "The shell that asks what may come next on a command line: for its completion scripts alone.",
+        ),
         ("COLUMNS", "How wide pages of help are."),
         (
             "LEASEFS_KEY, LEASEFS_EPOCH, LEASEFS_RESULT",

@@ -16,14 +16,14 @@ use anyhow::{Result, anyhow};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, raise, sigaction};
+use nix::sys::signal::{SigSet, Signal, kill, raise};
 use nix::sys::signalfd::{SfdFlags, SignalFd, siginfo};
 use nix::sys::wait::waitpid;
 use nix::unistd::{getpgid, getpgrp};
 
 use super::family::Family;
 use super::guard::{self, Guard, Rules};
-use super::link::{Limits, News, Order, Reason, Received, Shared};
+use super::link::{News, Order, Reason, Received, Shared};
 use super::program::Missing;
 use crate::cli::complain;
 use crate::cli::holding::claim::{Claim, Renewal};
@@ -60,8 +60,7 @@ pub fn run(mut command: Command, name: &OsStr, tree: &Tree, claims: &mut [Claim]
         return Ok(End::LeaseLost);
     }
     command.arg0(name);
-    let shared = Shared::new()?;
-    shared.set_limits(Limits::of(claims));
+    let shared = Shared::new(claims)?;
     prctl::set_child_subreaper(true)?;
     let guard = guard::start(command, signals.before, rules, tree, claims, shared)
         .map_err(|errno| anyhow!("the process that guards the command cannot be started: {}", errno.desc()))?;
@@ -94,10 +93,6 @@ struct Signals {
 
 impl Signals {
     fn take_over() -> nix::Result<Signals> {
-        // If SIGCHLD was ignored, the kernel would reap the command unseen.
-        let default = SigAction::new(SigHandler::SigDfl, SaFlags::empty(), SigSet::empty());
-        // SAFETY: the default action runs no code of ours.
-        unsafe { sigaction(Signal::SIGCHLD, &default) }?;
         let mut set = SigSet::from_iter(FORWARDED);
         set.add(Signal::SIGCHLD);
         set.add(Signal::SIGTSTP);
@@ -151,7 +146,7 @@ impl Watch<'_> {
                     self.claims[index].take_notice(self.tree)?;
                 }
                 self.renew(&heard.alarmed)?;
-                self.shared.set_limits(Limits::of(self.claims));
+                self.shared.set_leases(self.claims);
             }
             let mut wake_at = self.claims.iter().map(Claim::due_at).min().filter(|_| !self.lost);
             if self.family.is_some() {
