@@ -100,6 +100,8 @@ failures! {
     MountpointNoDirectory { path } = "{path} is not a directory", cure "give an empty directory";
     /// It would be hidden.
     MountpointNotEmpty { path } = "{path} is not empty", cure "give an empty directory";
+    /// Paths are kept and told as text.
+    PathNotText { path } = "{path} is not UTF-8", cure "give a directory whose whole path is";
     /// A tree is there.
     MountedAlready { path } = "{path} is already a leasefs mount", cure "use it, or `leasefs unmount {path}` first";
     /// Something else is mounted there.
@@ -166,7 +168,9 @@ failures! {
     UnmountNotPermitted { path } = "not permitted to unmount {path}",
         cure "do it as the user who mounted it, or as root";
     /// It takes longer than it should.
-    KeeperStays { pid, path } = "unmounted, but the keeper (pid {pid}) of {path} has not ended yet", cure "see its log";
+    KeeperStays { pid, path } = "unmounted, but the keeper (pid {pid}) of {path} has not ended yet",
+        cure "a container or service with mounts of its own may still have the tree (`grep -l fuse.leasefs \
+              /proc/*/mountinfo` names its processes): it ends with the last of them; else see its log";
     }
 
     "Finding the tree and the key" {

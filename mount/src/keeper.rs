@@ -83,7 +83,10 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
     let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
     dead_mount::clean(&plan.state_dir, &plan.mountpoint)?;
     let mountpoint = kernel_mount::check_mountpoint(&plan.mountpoint)?;
+    check_text(&mountpoint)?;
+    check_text(&std::path::absolute(&plan.state_dir)?)?;
     let state_dir = server::make_state_dir(&plan.state_dir, &mountpoint)?;
+    check_text(&state_dir)?;
     let lock = lock_state(&state_dir)?;
     if manner.log_there {
         logfile::follow(&state_dir)?;
@@ -149,6 +152,14 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
             std::mem::forget(mounted);
             bail!(Failure::GaveUp { starts: starts.to_string(), path, why: keeper.last_words })
         }
+    }
+}
+
+/// A path that is not text cannot be handed over to a server, nor told to anybody.
+fn check_text(path: &Path) -> Result<()> {
+    match path.to_str() {
+        Some(_) => Ok(()),
+        None => bail!(Failure::PathNotText { path: failure::shown(path) }),
     }
 }
 

@@ -19,7 +19,7 @@ use nix::unistd::{getegid, geteuid};
 
 use crate::dead_mount;
 use crate::failure::{self, Failure};
-use crate::mountinfo::{FS_TYPE, is_leasefs, mounts};
+use crate::mountinfo::{FS_TYPE, is_automount, is_leasefs, mounts};
 
 /// What a mount is of, where nothing else is said.
 const SOURCE: &str = "leasefs";
@@ -62,7 +62,7 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
     let is_mountpoint = path
         .parent()
         .is_some_and(|parent| std::fs::metadata(parent).is_ok_and(|parent| parent.dev() != metadata.dev()));
-    if is_mountpoint && mounts()?.iter().any(|mount| mount.path == path) {
+    if is_mountpoint && mounts()?.iter().any(|mount| mount.path == path) && !is_automount(&path)? {
         bail!(Failure::MountpointTaken { path: shown });
     }
     let mut entries = std::fs::read_dir(&path).with_context(|| shown.clone())?;

@@ -110,6 +110,12 @@ fn a_tree_is_installed_started_reloaded_stopped_and_restarted_as_the_unit_says()
     machine.ok("systemctl daemon-reload; systemctl start srv-table.mount");
     machine.ok("grep -q '\"ttl_ms\":90000' /srv/table/.leasefs/config");
     machine.ok("systemctl stop srv-table.mount; ! findmnt /srv/table");
+    // One that is mounted by whoever looks into it first.
+    machine
+        .ok("mkdir /srv/late; echo '/var/lib/leasefs/l /srv/late leasefs noauto,x-systemd.automount 0 0' >>/etc/fstab");
+    machine.ok("systemctl daemon-reload; systemctl start srv-late.automount; ! findmnt -t fuse.leasefs /srv/late");
+    machine.ok("timeout 30 flock -n /srv/late/claims/k true && findmnt -t fuse.leasefs /srv/late");
+    machine.ok("systemctl stop srv-late.automount; umount /srv/late || ! findmnt /srv/late");
 
     // Without the program on the disk it is served on.
     let output = machine.run("dpkg -r leasefs");
@@ -145,6 +151,22 @@ fn a_tree_in_use_outlives_its_package_and_does_not_keep_the_machine_up() {
     machine.ok("test -s /var/lib/leasefs/main/registry.db");
     machine.ok("mkdir -p /etc/leasefs; echo GRACE=1 >/etc/leasefs/main.conf; dpkg -i /root/leasefs.deb");
     machine.ok(&format!("! test -e {unit}; systemctl restart leasefs@main"));
+
+    // The example for another user than root leaves it what fusermount3 needs; whether there is one is not asked here.
+    machine.ok("useradd --system leases; cd /etc/systemd/system && mkdir leasefs@its.service.d && \
+         cp /usr/share/doc/leasefs/examples/user.conf leasefs@its.service.d/ && \
+         printf '[Service]\nExecStartPre=/bin/cp /proc/self/status /var/lib/leasefs/its/seen\n' \
+             >leasefs@its.service.d/look.conf && systemctl daemon-reload");
+    machine.run("systemctl start leasefs@its; systemctl stop leasefs@its");
+    let seen = machine.ok("cat /var/lib/leasefs/its/seen");
+    let field = |name: &str| seen.lines().find_map(|line| line.strip_prefix(name)).map(str::trim).expect("a field");
+    assert_eq!(field("NoNewPrivs:"), "0");
+    assert_ne!(field("Uid:").split('\t').next(), Some("0"));
+    assert_eq!(
+        field("CapBnd:"),
+        machine.ok("sed -n 's/^CapBnd:\\s*//p' /proc/1/status").trim(),
+        "nothing is kept from it"
+    );
 
     // Who is killed last of all when the machine goes down, as what cron started is, is not waited for.
     machine.ok("systemd-run --quiet --unit cron -p KillMode=process \
