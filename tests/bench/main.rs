@@ -9,6 +9,7 @@ mod histogram;
 mod null;
 mod place;
 mod report;
+mod rows;
 mod stage;
 
 use std::io::IsTerminal;
@@ -32,7 +33,7 @@ struct Args {
     #[arg(long, default_value_t = 3)]
     rounds: usize,
     /// What to measure
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "null,process,full,local")]
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "null,rows,process,full,local")]
     variants: Vec<Variant>,
     /// Where clients and servers run
     #[arg(long, value_enum, value_delimiter = ',', default_value = "one-cpu,free")]
@@ -54,6 +55,8 @@ struct Args {
 pub enum Variant {
     /// A FUSE filesystem that answers at once and keeps nothing
     Null,
+    /// The same, with a row in SQLite for each claim: the least that a history can cost
+    Rows,
     /// `leasefs mount --durability process`
     Process,
     /// `leasefs mount --durability full`

@@ -3,9 +3,13 @@
 //! It answers every request at once and keeps nothing, under the flags and cache times leasefs uses: a name in `claims`
 //! is never there until it is created, a create or a lock is always granted, to anyone. So it excludes nobody, and
 //! where clients contend it is faster than anything that does the job could be.
+//!
+//! With a database it keeps a row for each claim there ([`Rows`]), and still nothing in the way of anyone.
 
 use std::ffi::OsStr;
 use std::io::{self, Read, Write};
+use std::path::Path;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
@@ -15,7 +19,9 @@ use fuser::{
     Request,
 };
 
-/// First argument that makes this program the filesystem; the mountpoint follows.
+use crate::rows::{Row, Rows};
+
+/// First argument that makes this program the filesystem; the mountpoint follows, and a database if there is to be one.
 pub const WAY_IN: &str = "--serve-null";
 
 /// What the program prints once the mount answers.
@@ -35,15 +41,30 @@ pub fn main(args: &[String]) -> Result<()> {
         MountOption::DefaultPermissions,
         MountOption::NoAtime,
     ];
+    let rows = args.get(1).map(|database| Rows::open(Path::new(database))).transpose()?;
+    let null = Null { rows: rows.as_ref().map(Rows::sender) };
     let session =
-        fuser::spawn_mount(Null, mountpoint, &config).context("cannot mount the do-nothing FUSE filesystem")?;
+        fuser::spawn_mount(null, mountpoint, &config).context("cannot mount the do-nothing FUSE filesystem")?;
     println!("{MOUNTED}");
     io::stdout().flush()?;
     io::stdin().read_to_end(&mut Vec::new())?;
-    session.umount_and_join().context("cannot unmount the do-nothing FUSE filesystem")
+    session.umount_and_join().context("cannot unmount the do-nothing FUSE filesystem")?;
+    rows.map_or(Ok(()), Rows::close)
 }
 
-struct Null;
+struct Null {
+    /// Where claims are told.
+    rows: Option<Sender<Row>>,
+}
+
+impl Null {
+    fn claimed(&self, req: &Request, key: INodeNo) {
+        if let Some(rows) = &self.rows {
+            // Where it has failed, that is said at the end.
+            let _ = rows.send(Row { key: key.0.cast_signed(), pid: req.pid(), uid: req.uid() });
+        }
+    }
+}
 
 fn attr(ino: INodeNo, kind: FileType) -> FileAttr {
     FileAttr {
@@ -104,7 +125,7 @@ impl Filesystem for Null {
 
     fn create(
         &self,
-        _req: &Request,
+        req: &Request,
         _parent: INodeNo,
         name: &OsStr,
         _mode: u32,
@@ -113,6 +134,7 @@ impl Filesystem for Null {
         reply: ReplyCreate,
     ) {
         let attr = attr(ino_of(name), FileType::RegularFile);
+        self.claimed(req, attr.ino);
         reply.created(&Duration::ZERO, &attr, Generation(0), FileHandle(1), HANDLE_FLAGS);
     }
 
@@ -135,17 +157,20 @@ impl Filesystem for Null {
 
     fn setlk(
         &self,
-        _req: &Request,
-        _ino: INodeNo,
+        req: &Request,
+        ino: INodeNo,
         _fh: FileHandle,
         _lock_owner: LockOwner,
         _start: u64,
         _end: u64,
-        _typ: i32,
+        typ: i32,
         _pid: u32,
         _sleep: bool,
         reply: ReplyEmpty,
     ) {
+        if typ == libc::F_WRLCK {
+            self.claimed(req, ino);
+        }
         reply.ok();
     }
 }

@@ -154,6 +154,7 @@ impl Report {
             out,
             "\nx null: time of a cycle over that of the do-nothing FUSE filesystem in the same round (1.00 = costs nothing).\n\
              The do-nothing FUSE grants every create and lock at once, to any number of clients: on one key it excludes nobody.\n\
+             With a row for each, its other thread puts one into SQLite for each claim, many at a time, and makes none durable.\n\
              The local disk neither numbers, stores nor expires anything, and none of its cycles is made durable."
         )
     }
@@ -196,6 +197,7 @@ fn variant_name(variant: Variant, cell: Cell) -> &'static str {
     match (variant, cell.form, cell.keys) {
         (Variant::Null, _, Keys::One) => "do-nothing FUSE (excludes nobody)",
         (Variant::Null, ..) => "do-nothing FUSE",
+        (Variant::Rows, ..) => "do-nothing FUSE and a row for each",
         (Variant::Process, ..) => "leasefs --durability process",
         (Variant::Full, ..) => "leasefs --durability full",
         (Variant::Local, Form::Create, _) => "local disk (and unlink)",

@@ -50,8 +50,12 @@ pub struct Stage {
 }
 
 enum Server {
+    /// The program's own filesystem.
     Null(Child),
-    Leasefs { mounted: bool, root: PathBuf },
+    Leasefs {
+        mounted: bool,
+        root: PathBuf,
+    },
 }
 
 impl Stage {
@@ -64,7 +68,11 @@ impl Stage {
             fs::create_dir(&root)?;
             match variant {
                 Variant::Local => fs::create_dir(root.join("claims"))?,
-                Variant::Null => stage.servers.push((*variant, Server::null(&root)?)),
+                Variant::Null => stage.servers.push((*variant, Server::null(&root, None)?)),
+                Variant::Rows => {
+                    let database = root.with_extension("db");
+                    stage.servers.push((*variant, Server::null(&root, Some(&database))?));
+                }
                 Variant::Process => stage.servers.push((*variant, Server::leasefs(&root, "process")?)),
                 Variant::Full => stage.servers.push((*variant, Server::leasefs(&root, "full")?)),
             }
@@ -92,10 +100,11 @@ impl Stage {
 }
 
 impl Server {
-    fn null(root: &Path) -> Result<Server> {
+    fn null(root: &Path, database: Option<&Path>) -> Result<Server> {
         let mut child = Command::new(std::env::current_exe()?)
             .arg(null::WAY_IN)
             .arg(root)
+            .args(database)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // Ctrl-C in the terminal is for the bench, which then ends its servers.

@@ -252,6 +252,12 @@ impl History {
         (earliest, latest)
     }
 
+    /// Whether the deadline may have come before the server heard of a close that returned at `closed`: it has no answer to
+    /// wait for.
+    pub fn may_expire_first(&self, lease: &Lease, closed: u64) -> bool {
+        self.grace(closed) >= self.deadline(lease).0
+    }
+
     /// From when to when the holder surely held: claim returned, to the earliest of release begun, TTL, eviction asked.
     /// None where it was not sure at any time: a claim may return to a process that was frozen past its TTL in line.
     pub fn held(&self, lease: &Lease) -> Option<(u64, u64)> {

@@ -96,13 +96,11 @@ fn outcomes_match(history: &History, rows: &[registry::Row]) -> Result<(), Viola
             continue;
         };
         let outcome = row.outcome.as_deref().unwrap_or("none");
-        let (earliest, _) = history.deadline(lease);
         let committed = lease.calls.iter().any(|call| call.op == Op::Commit && call.ok());
         let right = match outcome {
             "completed" => row.result.is_some(),
             "released" => !committed,
-            // A handle that is closed ends its lease when the server hears of it, which a deadline may come before.
-            "expired" => !committed && history.grace(lease.over.max(last_answer(lease))) >= earliest,
+            "expired" => !committed && history.may_expire_first(lease, lease.over.max(last_answer(lease))),
             _ => false,
         };
         if !right {
@@ -146,8 +144,8 @@ fn print_round(round: u64, history: &History, fleet: &Fleet, books: &Books, repo
 mod tests {
     use super::*;
 
-    use crate::history::testing::{call, with};
-    use crate::record::Renewal;
+    use crate::history::testing::{call, made, with};
+    use crate::record::{Form, Renewal};
 
     const MS: u64 = 1_000_000;
 
@@ -176,6 +174,25 @@ mod tests {
         trace::check(&history(commit(400 * MS, Err(libc::ESTALE)))).expect("right");
         trace::check(&history(commit(400 * MS, Ok(0)))).expect_err("committed after expiry");
         trace::check(&history(commit(30 * MS, Err(libc::ESTALE)))).expect_err("refused before expiry");
+    }
+
+    #[test]
+    fn a_close_just_before_the_deadline_may_commit_nothing() {
+        let closed = 59 * MS;
+        let calls = [call(Op::Draft(1), 20 * MS, Ok(0)), call(Op::Finish, closed, Ok(0))];
+        // Created anew: only what is not finished can be.
+        let created_after = |ttl: Option<u64>| {
+            let mut history = made(&[(10, 1, 100, 110, 60 * MS), (11, 2, 300 * MS, 300 * MS + 10, 800 * MS)]);
+            let before_release = history.runs[0].calls.len() - 1;
+            let calls = ttl.map(|ms| call(Op::Ttl(ms), 200, Ok(0))).into_iter().chain(calls.clone());
+            history.runs[0].calls.splice(before_release..before_release, calls);
+            history.runs[1].calls[0].op = Op::Claim { form: Form::Create, wait: false };
+            history.find_leases();
+            trace::check(&history)
+        };
+        created_after(Some(80)).expect("the server may have heard of it when the lease was over");
+        created_after(Some(800)).expect_err("it heard of it long before");
+        created_after(None).expect_err("it heard of it long before");
     }
 
     #[test]

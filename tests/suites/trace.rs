@@ -152,7 +152,8 @@ fn of_lease(history: &History, held: &Lease, told: &mut Vec<Told>) {
             (Op::Draft(_) | Op::Commit | Op::Write, Some(Err(_))) => Act::NotRegistered { lease },
             (Op::Write, Some(Ok(_))) => Act::Registered { lease },
             (Op::Finish, answer) => {
-                let commits = if answer.is_some() { Commits::Yes } else { Commits::Maybe };
+                let is_sure = answer.is_some() && !history.may_expire_first(held, to);
+                let commits = if is_sure { Commits::Yes } else { Commits::Maybe };
                 push(told, from, to, Act::DraftEnd { lease, commits }, draft.take(), words);
                 reported = true;
                 continue;
