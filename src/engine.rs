@@ -100,6 +100,8 @@ pub struct KeyEntry {
     armed_ns: Option<u64>,
     /// The uid that the live attempt counts against.
     counted: Option<u32>,
+    /// It counts among the shared ones.
+    shared: bool,
     /// Open claim handles.
     opens: usize,
     /// Why what is orphaned is not free yet, for people.
@@ -117,6 +119,8 @@ struct Inner {
     waiting: Waiting,
     held_by_uid: HashMap<u32, usize>,
     held: usize,
+    /// Keys with shared locks.
+    shared: usize,
     batch: Batch,
     /// An empty one, for the memory it has.
     spare: Batch,

@@ -162,9 +162,17 @@ pub struct Committed {
 impl Status {
     /// Reads the status an open `status/KEY` has now.
     pub fn read(mut file: &File) -> io::Result<Status> {
-        let mut text = String::new();
-        file.read_to_string(&mut text)?;
-        let line = text.trim_end();
+        // One line, so there is nothing after its end: whoever reads very many of them does not ask again each time.
+        let (mut bytes, mut buffer) = (Vec::new(), [0; 8 * 1024]);
+        while !bytes.ends_with(b"\n") {
+            match file.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(length) => bytes.extend_from_slice(&buffer[..length]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let line = std::str::from_utf8(&bytes).map_err(io::Error::other)?.trim_end();
         let mut status: Status = serde_json::from_str(line)?;
         status.json = line.to_owned();
         Ok(status)
@@ -291,8 +299,13 @@ impl Tree {
 
     /// Reads `status/KEY`; none if there never was such a key.
     pub fn status(&self, key: &Key) -> Result<Option<Status>> {
-        let Some(file) = self.open_status(key)? else { return Ok(None) };
-        Status::read(&file).map(Some).map_err(|error| trouble(key, error))
+        let read = File::open(self.status_path(key.as_str())).and_then(|file| Status::read(&file));
+        match read {
+            Ok(status) => Ok(Some(status)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => Err(no_key(key)),
+            Err(error) => Err(trouble(key, error)),
+        }
     }
 
     /// Reads `.leasefs/config`, and has the server record what it decided so far, so that whoever goes on to read the
