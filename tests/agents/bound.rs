@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use crate::common::agent::has_ended;
-use crate::common::{Background, InTime, assert_ok, wait_for};
+use crate::common::{Background, InTime, assert_ok, stop, wait_for};
 use crate::tools::{Tools, assert_refused, epoch, signal};
 
 /// A process to be bound to.
@@ -58,7 +58,7 @@ fn a_process_of_the_same_number_is_another() {
     tools.claim(&format!("job --for {pid} --ttl 10m"));
     let holder = tools.holder("job");
     // The number is used again before the holder gets to look.
-    signal(holder, Signal::SIGSTOP);
+    stop(holder);
     signal(pid, Signal::SIGKILL);
     process.wait();
     let again = Again::with_number(pid);
@@ -160,6 +160,7 @@ impl Again {
 impl Drop for Again {
     fn drop(&mut self) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.0), Signal::SIGKILL);
+        // It does nothing but sleep, so it is gone at once.
         let _ = nix::sys::wait::waitpid(nix::unistd::Pid::from_raw(self.0), None);
     }
 }

@@ -64,10 +64,25 @@ fn an_unmount_finds_it_busy_as_any_open_file() {
     let unmount = std::process::Command::new(LEASEFS).arg("unmount").arg(&root).output_in_time();
     assert_refused(&unmount, 1, &["is in use", "leasefs ls"]);
     assert_eq!(tools.mount.state_of("job"), "held");
+    // The holder ends a moment after its key was given back, which an unmount waits for.
     assert_ok(&tools.elsewhere("leasefs release job --epoch 1"));
-    tools.wait_no_holders();
     let mut tools = tools;
     tools.mount.unmount();
+    tools.wait_no_holders();
+}
+
+#[test]
+fn an_unmount_waits_for_a_file_that_is_just_being_closed() {
+    let mut mount = crate::common::Mount::new();
+    let agent = crate::common::agent::Agent::new();
+    agent.create(&mount.claim("k")).expect("free key");
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            drop(agent);
+        });
+        mount.unmount();
+    });
 }
 
 #[test]

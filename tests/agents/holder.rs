@@ -1,9 +1,10 @@
 //! The process that keeps an attempt: what it shows, and what it must not have.
 
 use std::fs;
+use std::path::PathBuf;
 
 use crate::common::agent::has_ended;
-use crate::common::{Background, InTime, assert_ok, wait_for};
+use crate::common::{Background, InTime, assert_ok, stop, wait_for};
 use crate::tools::{Tools, assert_refused};
 
 #[test]
@@ -37,12 +38,15 @@ fn it_has_nothing_of_its_caller() {
     let holder = tools.holder("job");
     let proc = |name: &str| format!("/proc/{holder}/{name}");
     let root = tools.mount.root();
-    for entry in fs::read_dir(proc("fd")).expect("its descriptors").flatten() {
-        let target = fs::read_link(entry.path()).expect("link");
-        let of_its_own =
-            target.starts_with(&root) || target.starts_with("/dev/null") || target.starts_with("anon_inode:[timerfd]");
-        assert!(of_its_own, "{} is open", target.display());
-    }
+    let of_its_own = |target: &PathBuf| {
+        target.starts_with(&root) || target.starts_with("/dev/null") || target.starts_with("anon_inode:[timerfd]")
+    };
+    let open = || {
+        let entries = fs::read_dir(proc("fd")).expect("its descriptors").flatten();
+        entries.filter_map(|entry| fs::read_link(entry.path()).ok()).collect::<Vec<_>>()
+    };
+    // What its claim speaks to it by it closes when it has heard the last word.
+    wait_for("it has only its own open", || open().iter().all(of_its_own));
     assert_eq!(fs::read_link(proc("cwd")).expect("link"), std::path::Path::new("/"));
     assert_eq!(fs::read_to_string(proc("environ")).expect("environ"), "");
     let status = fs::read_to_string(proc("status")).expect("status");
@@ -84,11 +88,13 @@ fn the_epoch_and_the_path_are_told_at_once() {
     let tools = Tools::new();
     for options in ["", "--json"] {
         // Each read of such a pipe gives what one write had.
-        let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_DIRECT).expect("a pipe");
+        let (read, write) =
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_DIRECT | nix::fcntl::OFlag::O_CLOEXEC).expect("a pipe");
         let script = format!("leasefs claim job --agent planner {options}");
         let claimed = tools.command(&["bash", "-c", &script]).stdout(write).spawn().expect("bash runs");
         assert!(Background(claimed).wait().success());
         let mut told = [0; 4_096];
+        // The end of the pipe, if nothing was told.
         let length = nix::unistd::read(&read, &mut told).expect("it was told");
         let told = String::from_utf8_lossy(&told[..length]);
         assert!(told.ends_with('\n') && told.contains("/results/job/1"), "in pieces: {told:?}");
@@ -116,7 +122,7 @@ fn killed_or_stopped_it_is_like_any_holder() {
     let process = std::process::id();
     assert_eq!(tools.claim(&format!("job --ttl 1s --for {process}")), 2);
     let holder = tools.holder("job");
-    crate::tools::signal(holder, nix::sys::signal::Signal::SIGSTOP);
+    stop(holder);
     tools.mount.wait_status("job", "expired", |status| status["outcome"] == "expired");
     assert_eq!(tools.claim("job"), 3, "the key is free for others");
     crate::tools::signal(holder, nix::sys::signal::Signal::SIGCONT);

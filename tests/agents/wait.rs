@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use crate::common::assert_ok;
+use crate::common::{assert_ok, in_time};
 use crate::tools::{Tools, assert_refused, epoch};
 
 #[test]
@@ -11,9 +11,13 @@ fn it_waits_in_line_and_says_for_whom() {
     tools.claim("job --agent first");
     let mut second = tools.start("leasefs claim job --agent second");
     tools.mount.wait_status("job", "one waits", |status| status["waiters"] == 1);
-    let mut said = [0; 64];
-    let length = second.0.stderr.as_mut().expect("piped").read(&mut said).expect("something is said");
-    assert!(String::from_utf8_lossy(&said[..length]).starts_with("leasefs: job: held by pid"));
+    let mut stderr = second.0.stderr.take().expect("piped");
+    let (_stderr, said) = in_time("a word about whom it waits for", move || {
+        let mut said = [0; 64];
+        let length = stderr.read(&mut said).expect("something is said");
+        (stderr, String::from_utf8_lossy(&said[..length]).into_owned())
+    });
+    assert!(said.starts_with("leasefs: job: held by pid"), "{said}");
     assert_ok(&tools.elsewhere("leasefs release job --epoch 1"));
     assert_eq!(second.wait().code(), Some(0));
     let status = tools.mount.status("job");

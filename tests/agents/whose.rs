@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 
 use crate::common::agent::Script;
-use crate::common::{InTime, assert_ok};
+use crate::common::{InTime, assert_ok, leasefs_for_all};
 use crate::tools::{Tools, assert_refused};
 
 /// Neither root nor the mount's owner.
@@ -104,8 +104,12 @@ fn the_environment_names_an_attempt() {
 fn another_user_is_told_so() {
     let tools = Tools::shared();
     assert_eq!(tools.claim("job --agent planner"), 1);
+    let leasefs = leasefs_for_all(&tools.mount);
+    let bin = leasefs.parent().expect("a directory");
     let as_stranger = |script: &str| {
-        let mut command = tools.command(&["setsid", "-w", "bash", "-c", script]);
+        // The first one found is one that this user can run.
+        let script = format!("PATH={}:$PATH\n{script}", bin.display());
+        let mut command = tools.command(&["setsid", "-w", "bash", "-c", &script]);
         command.uid(STRANGER).gid(STRANGER).output_in_time()
     };
     for act in ["release", "renew"] {

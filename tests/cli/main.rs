@@ -70,8 +70,5 @@ fn start(mount: &Mount, args: &[&str]) -> Background {
 
 /// What a background command has printed on stdout, after its end.
 fn rest_of_stdout(process: &mut Background) -> String {
-    use std::io::Read;
-    let mut text = String::new();
-    process.0.stdout.take().expect("stdout is piped").read_to_string(&mut text).expect("stdout is text");
-    text
+    common::read_in_time(process.0.stdout.take())
 }

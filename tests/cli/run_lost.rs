@@ -4,7 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::common::{Background, Mount, assert_ok, wait_for};
+use super::common::agent::has_ended;
+use super::common::{Background, Mount, assert_ok, read_in_time, wait_for};
 use super::start;
 
 /// Starts a run whose command sets itself up, says so with its pid in a file, and goes on.
@@ -18,16 +19,11 @@ fn start_run(mount: &Mount, options: &[&str], setup: &str, body: &str) -> (Backg
 
 /// Whether the process that wrote the file lives; one that nobody has waited for yet does not.
 fn is_alive(ready: &Path) -> bool {
-    let pid = fs::read_to_string(ready).expect("pid");
-    let stat = fs::read_to_string(Path::new("/proc").join(pid.trim()).join("stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, fields)| !fields.starts_with(['Z', 'X']))
+    !has_ended(fs::read_to_string(ready).expect("pid").trim().parse().expect("a pid"))
 }
 
 fn said(run: &mut Background) -> String {
-    use std::io::Read;
-    let mut text = String::new();
-    run.0.stderr.take().expect("stderr is piped").read_to_string(&mut text).expect("stderr is text");
-    text
+    read_in_time(run.0.stderr.take())
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use super::common::{LEASEFS, Mount, assert_ok, stdout};
+use super::common::{LEASEFS, Mount, assert_ok, stdout, wait_for};
 use super::{assert_refused, hold, live_through_every_outcome, stderr, wait_free};
 use crate::common::InTime;
 
@@ -25,8 +25,7 @@ fn verify(state: &Path, options: &[&str]) -> Output {
 /// A copy of the state directory, to be broken.
 fn copy_of(mount: &Mount, name: &str) -> PathBuf {
     let copy = mount.scratch().join(name);
-    let copied = Command::new("cp").arg("-a").arg(mount.state()).arg(&copy).status().expect("cp runs");
-    assert!(copied.success());
+    assert_ok(&Command::new("cp").arg("-a").arg(mount.state()).arg(&copy).output_in_time());
     copy
 }
 
@@ -73,9 +72,10 @@ fn verify_keeps_up_with_a_busy_tree() {
     let mut busy = mount.spawn_bash(
         r#"for i in $(seq 300); do ( set -C; exec 9>"$M/claims/k$((i % 7))" && : > "$M/results/k$((i % 7))/1" ); rm -f "$M/claims/k$((i % 7))"; done 2>/dev/null"#,
     );
-    while busy.0.try_wait().expect("wait").is_none() {
+    wait_for("the end of the load", || {
         assert_ok(&mount.leasefs(&["verify"]));
-    }
+        busy.0.try_wait().expect("wait").is_some()
+    });
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::time::Duration;
 use leasefs::client::{Error, Lease, ResultWriter, Tree};
 use leasefs::{Key, Ttl};
 
-use crate::common::PATIENCE;
+use crate::common::{PATIENCE, end};
 
 /// The environment variable with the mountpoint.
 const ROOT: &str = "LEASEFS_CLIENT_TEST_ROOT";
@@ -76,8 +76,7 @@ impl User {
 
 impl Drop for User {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        end(&mut self.child);
     }
 }
 

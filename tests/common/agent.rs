@@ -6,7 +6,7 @@
 
 use std::io::{BufRead, BufReader, IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -19,7 +19,7 @@ use nix::sys::socket::{self, AddressFamily, ControlMessage, MsgFlags, SockFlag, 
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use super::{Mount, PATIENCE, wait_for};
+use super::{Mount, PATIENCE, end, wait_for};
 
 /// What a system call answered.
 pub type Answer<T> = Result<T, Errno>;
@@ -284,6 +284,19 @@ impl Drop for Agent {
     }
 }
 
+/// Holds many keys, by as many agents as the limit on open files makes necessary; the descriptors of each.
+pub fn hold_all(keys: &[PathBuf]) -> Vec<(Agent, Vec<Fd>)> {
+    // Below the usual limit of 1,024, with a few to spare.
+    let hold = |keys: &[PathBuf]| {
+        let agent = Agent::new();
+        let source = "result = [os.open(key, os.O_RDWR | os.O_CREAT | os.O_EXCL) for key in keys]";
+        let fds = agent.script(source, json!({ "keys": keys })).expect("free keys");
+        let fds = fds.as_array().expect("descriptors").iter().map(number).collect();
+        (agent, fds)
+    };
+    keys.chunks(900).map(hold).collect()
+}
+
 /// A bash script whose standard input the test holds: `read -r _` in it ends when the value goes.
 pub struct Script {
     child: Child,
@@ -367,8 +380,7 @@ impl Script {
 impl Drop for Script {
     fn drop(&mut self) {
         drop(self.stdin.take());
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        end(&mut self.child);
     }
 }
 

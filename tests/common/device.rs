@@ -290,7 +290,7 @@ impl Drop for Device {
             detach(&self.path());
         }
         if let Some(node) = self.loop_device.take() {
-            let _ = Command::new("losetup").args(["-d", &node]).output();
+            Command::new("losetup").args(["-d", &node]).quietly_in_time();
         }
         if let Some(session) = self.session.take() {
             let backing = self.dir.path().join("backing");
@@ -303,7 +303,7 @@ impl Drop for Device {
 
 /// Unmounts; what is busy is taken out of sight.
 fn detach(path: &Path) {
-    if !Command::new("umount").arg(path).output().is_ok_and(|output| output.status.success()) {
-        let _ = Command::new("umount").arg("-l").arg(path).output();
+    if !Command::new("umount").arg(path).quietly_in_time() {
+        Command::new("umount").arg("-l").arg(path).quietly_in_time();
     }
 }

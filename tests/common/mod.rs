@@ -5,13 +5,14 @@
 #![allow(dead_code)]
 
 pub mod agent;
+pub mod environment;
+pub mod intime;
 pub mod podman;
 
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use nix::mount::MntFlags;
@@ -19,14 +20,14 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
+#[allow(unused_imports, reason = "not every test program uses all of it")]
+pub use intime::{CutOff, InTime, end, in_time, read_in_time};
+
 /// The binary under test.
 pub const LEASEFS: &str = env!("CARGO_BIN_EXE_leasefs");
 
 /// Longest any wait for a state may take: far above what a loaded 2-core machine needs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Longest a command may take that the test waits for.
-pub const COMMAND_LIMIT: Duration = Duration::from_secs(300);
 
 /// A mounted tree that lasts as long as the value.
 pub struct Mount {
@@ -34,6 +35,7 @@ pub struct Mount {
     variables: Vec<(String, PathBuf)>,
     mounted: bool,
     keeper: Option<i32>,
+    _cut_off: CutOff,
 }
 
 impl Mount {
@@ -57,7 +59,8 @@ impl Mount {
         // Other uids walk through it to reach the mountpoint.
         set_mode(dir.path(), 0o755);
         fs::create_dir(dir.path().join("mnt")).expect("mountpoint");
-        Mount { dir, variables: Vec::new(), mounted: false, keeper: None }
+        let cut_off = CutOff::of(dir.path().join("mnt"));
+        Mount { dir, variables: Vec::new(), mounted: false, keeper: None, _cut_off: cut_off }
     }
 
     /// Mounts with the defaults the tests share.
@@ -72,7 +75,11 @@ impl Mount {
 
     /// Starts the server again on the same state directory, after [`Mount::unmount`].
     pub fn start(&mut self, options: &[&str]) {
-        let mut command = Command::new(LEASEFS);
+        self.start_by(Command::new(LEASEFS), options);
+    }
+
+    /// The same, by a command that goes on as the program given after its own arguments.
+    pub fn start_by(&mut self, mut command: Command, options: &[&str]) {
         command.arg("mount").arg(self.root()).arg("--state").arg(self.state());
         if !options.contains(&"--durability") {
             command.args(["--durability", "process"]);
@@ -224,6 +231,11 @@ impl Mount {
     pub fn holders(&self) -> Vec<i32> {
         let root = format!("--root={}", self.root().display());
         let is_ours = |pid: &i32| {
+            // Before the command line: to read that of a process which maps a file of a tree may have to wait.
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            if !name.starts_with("leasefs") && !name.starts_with("exe") {
+                return false;
+            }
             let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let words: Vec<&str> = line.split('\0').collect();
             words.get(1) == Some(&"hold") && words.contains(&root.as_str())
@@ -242,16 +254,7 @@ impl Drop for Mount {
         if !self.mounted {
             return;
         }
-        let child = Command::new(LEASEFS).arg("unmount").arg(self.root()).stderr(Stdio::null()).spawn();
-        let deadline = Instant::now() + Duration::from_secs(20);
-        let mut unmounted = None;
-        if let Ok(mut child) = child {
-            while unmounted.is_none() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(2));
-                unmounted = child.try_wait().ok().flatten().map(|status| status.success());
-            }
-        }
-        if unmounted != Some(true) {
+        if !Command::new(LEASEFS).arg("unmount").arg(self.root()).quietly_in_time() {
             // A process of a failed test may still hold a handle, or the server may be stuck: cut its clients off,
             // detach, and end the keeper by its pid, which takes the server along.
             let _ = nix::mount::umount2(&self.root(), MntFlags::MNT_FORCE);
@@ -274,9 +277,11 @@ impl Background {
 
     /// Sends a signal (`KILL`, `STOP`, `CONT`, `TERM`, …).
     pub fn signal(&self, name: &str) {
-        let status =
-            Command::new("kill").arg(format!("-{name}")).arg(self.0.id().to_string()).status().expect("kill runs");
-        assert!(status.success(), "kill -{name}");
+        if name == "STOP" {
+            return stop(self.pid());
+        }
+        let signal: Signal = format!("SIG{name}").parse().expect("a signal");
+        kill(Pid::from_raw(self.pid()), signal).unwrap_or_else(|e| panic!("{signal}: {e}"));
     }
 
     /// Waits for its end and gives its exit status.
@@ -294,29 +299,21 @@ impl Background {
 
 impl Drop for Background {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        end(&mut self.0);
     }
 }
 
-/// A command that is sure to end, or else the test does: one that hangs must not hold up all that come after it.
-pub trait InTime {
-    /// As [`Command::output`], for at most [`COMMAND_LIMIT`]. What the command had is used up.
-    fn output_in_time(&mut self) -> Output;
-}
-
-impl InTime for Command {
-    #[track_caller]
-    fn output_in_time(&mut self) -> Output {
-        let shown = format!("{self:?}");
-        let mut command = std::mem::replace(self, Command::new("false"));
-        let (send, done) = mpsc::channel();
-        std::thread::spawn(move || send.send(command.output()));
-        match done.recv_timeout(COMMAND_LIMIT) {
-            Ok(output) => output.unwrap_or_else(|error| panic!("{shown}: {error}")),
-            Err(_) => panic!("did not end within {} s: {shown}", COMMAND_LIMIT.as_secs()),
-        }
-    }
+/// Stops a process, and waits until it is: the signal takes effect a moment after it was sent.
+#[track_caller]
+pub fn stop(pid: i32) {
+    kill(Pid::from_raw(pid), Signal::SIGSTOP).unwrap_or_else(|e| panic!("process {pid} cannot be stopped: {e}"));
+    let is_still = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        let state = status.lines().find_map(|line| line.strip_prefix("State:\t"));
+        state.is_none_or(|state| state.starts_with(['T', 't', 'Z', 'X']))
+    };
+    let is_stopped = || fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|tasks| tasks.flatten().all(is_still));
+    wait_for(&format!("process {pid} is stopped"), is_stopped);
 }
 
 /// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].
@@ -366,7 +363,23 @@ pub const STRANGER: u32 = 65_534;
 /// Runs `leasefs` as a stranger.
 pub fn as_stranger(mount: &Mount, args: &[&str]) -> Output {
     use std::os::unix::process::CommandExt;
-    mount.command(LEASEFS).args(args).uid(STRANGER).gid(STRANGER).output_in_time()
+    let leasefs = leasefs_for_all(mount);
+    mount.command(leasefs.to_str().expect("UTF-8")).args(args).uid(STRANGER).gid(STRANGER).output_in_time()
+}
+
+/// The program where every user can run it: others may not be let into the directory it was built in.
+pub fn leasefs_for_all(mount: &Mount) -> PathBuf {
+    if environment::is_open_to_all(LEASEFS.as_ref()) {
+        return LEASEFS.into();
+    }
+    let bin = mount.scratch().join("bin");
+    let copy = bin.join("leasefs");
+    if !copy.exists() {
+        fs::create_dir_all(&bin).expect("a directory for the program");
+        fs::copy(LEASEFS, &copy).expect("a copy of the program");
+        set_mode(&copy, 0o755);
+    }
+    copy
 }
 
 /// Sets permission bits.

@@ -68,11 +68,8 @@ impl Podman {
 
 impl Drop for Podman {
     fn drop(&mut self) {
-        let quiet = |arguments: &[&str]| {
-            let _ = self.command().args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).status();
-        };
-        quiet(&["rm", "--all", "--force", "--time", "0"]);
-        quiet(&["rmi", "--all", "--force"]);
+        self.command().args(["rm", "--all", "--force", "--time", "0"]).quietly_in_time();
+        self.command().args(["rmi", "--all", "--force"]).quietly_in_time();
         // What is still mounted below would be in the way of removing the directory.
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let below =

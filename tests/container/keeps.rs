@@ -74,7 +74,7 @@ fn a_container_keeps_its_lease_while_the_server_is_killed_and_upgraded() {
     let errors = mount.scratch().join("errors");
     let container = podman
         .command()
-        .args(["run", "--rm", "--network", "none", "--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096"])
+        .args(["run", "--rm", "--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"])
         .arg("-v")
         .arg(format!("{}:/leases", mount.root().display()))
         .arg("-v")

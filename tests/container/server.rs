@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use serde_json::json;
 
 use crate::common::agent::{Agent, Fd, Script, count};
-use crate::common::{Background, InTime, LEASEFS, Mount, stdout, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, stdout, stop, wait_for};
 use crate::rig::{FORMS, Podman, Shell};
 
 /// What a signal's effect may take.
@@ -118,8 +118,7 @@ impl Served {
 impl Drop for Served {
     fn drop(&mut self) {
         // Before its podman client, so that the tree is not left without a server while anybody uses it.
-        let mut command = self.podman.command();
-        let _ = command.args(["kill", "server"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        self.podman.command().args(["kill", "server"]).quietly_in_time();
         if std::thread::panicking() {
             eprintln!("{}", fs::read_to_string(self.tree.root().with_file_name("log")).unwrap_or_default());
         }
@@ -331,7 +330,7 @@ fn waiters_keep_their_order_while_some_are_killed_and_servers_are() {
         assert!(!tree.root().with_file_name("abort").exists(), "it was passed");
         // And of one that came while there was no server to hear of it.
         let server = Pid::from_raw(served.server());
-        kill(server, Signal::SIGSTOP).expect("the server can be stopped");
+        stop(server.as_raw());
         waiters[3].signal(Signal::SIGTERM);
         kill(server, Signal::SIGKILL).expect("the server can be killed");
         let start = Instant::now();

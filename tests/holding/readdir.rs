@@ -6,7 +6,7 @@ use std::fs;
 use serde_json::json;
 
 use crate::common::Mount;
-use crate::common::agent::Agent;
+use crate::common::agent::{Agent, hold_all};
 
 const STABLE: usize = 10_000;
 
@@ -14,13 +14,9 @@ const STABLE: usize = 10_000;
 fn ten_thousand_held_keys_are_each_listed_once_while_others_change() {
     let mount = Mount::new();
     fs::create_dir(mount.claim("ns")).expect("mkdir");
-    let (holder, churner) = (Agent::new(), Agent::new());
-    holder
-        .script(
-            "for n in range(n): os.open(f'{ns}/stable-{n:05}', os.O_RDWR | os.O_CREAT | os.O_EXCL)",
-            json!({ "ns": mount.claim("ns"), "n": STABLE }),
-        )
-        .expect("free keys");
+    let churner = Agent::new();
+    let keys: Vec<_> = (0..STABLE).map(|n| mount.claim(&format!("ns/stable-{n:05}"))).collect();
+    let _held = hold_all(&keys);
     // Names before, between and after the stable ones come and go until the test is done.
     churner.begin(
         "script",
@@ -56,24 +52,16 @@ fn ten_thousand_held_keys_are_each_listed_once_while_others_change() {
 #[test]
 fn a_listing_goes_on_where_it_stopped_after_its_place_was_removed() {
     let mount = Mount::new();
-    let agent = Agent::new();
-    let fds = agent
-        .script(
-            "result = [os.open(f'{claims}/{n:04}', os.O_RDWR | os.O_CREAT | os.O_EXCL) for n in range(2000)]",
-            json!({ "claims": mount.root().join("claims") }),
-        )
-        .expect("free keys");
+    let keys: Vec<_> = (0..2000).map(|n| mount.claim(&format!("{n:04}"))).collect();
+    let held = hold_all(&keys);
     let mut listing = fs::read_dir(mount.root().join("claims")).expect("claims");
     let mut seen: BTreeSet<String> = BTreeSet::new();
     // Read a part, let go of every second key, read the rest.
     for entry in listing.by_ref().take(300) {
         seen.insert(entry.expect("entry").file_name().into_string().expect("UTF-8"));
     }
-    for (number, fd) in fds.as_array().expect("descriptors").iter().enumerate() {
-        if number % 2 == 1 {
-            agent.close(fd.as_i64().expect("a descriptor"));
-        }
-    }
+    let fds = held.iter().flat_map(|(agent, fds)| fds.iter().map(move |fd| (agent, *fd)));
+    fds.skip(1).step_by(2).for_each(|(agent, fd)| agent.close(fd));
     for entry in listing {
         let name = entry.expect("entry").file_name().into_string().expect("UTF-8");
         assert!(seen.insert(name.clone()), "{name} twice");

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::common::{Mount, assert_ok, stdout, wait_for};
+use crate::common::{Mount, assert_ok, stdout, stop, wait_for};
 use crate::{complete, history, result_files};
 
 /// A prune whose server dies after rows went and before their files did, at the first step and at a later one.
@@ -49,7 +49,7 @@ fn a_prune_that_is_cut_off_waits_for_whoever_came_in_between() {
     let mount = Mount::with_variables(&[], &[("LEASEFS_TEST_ABORT", &orders)]);
     complete(&mount, "k", &[10; 100]);
     let keeper = nix::unistd::Pid::from_raw(mount.keeper_pid().expect("a keeper"));
-    nix::sys::signal::kill(keeper, nix::sys::signal::Signal::SIGSTOP).expect("there");
+    stop(keeper.as_raw());
     let server = mount.server_pid().expect("a server");
     fs::write(&orders, "pruned").expect("order");
     let mut prune = crate::common::Background(
@@ -79,7 +79,7 @@ fn the_files_of_what_went_are_deleted_at_the_next_mount_at_the_latest() {
     complete(&mount, "k", &[10; 5]);
     // The keeper is gone too: nobody goes on with the order.
     let keeper = mount.keeper_pid().expect("a keeper");
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(keeper), nix::sys::signal::Signal::SIGSTOP).expect("there");
+    stop(keeper);
     let server = mount.server_pid().expect("a server");
     fs::write(&orders, "pruned").expect("order");
     let mut order = crate::common::Background(

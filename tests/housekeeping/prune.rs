@@ -10,8 +10,8 @@ use std::time::Duration;
 use nix::errno::Errno;
 use serde_json::{Value, json};
 
-use crate::common::agent::Agent;
-use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, stderr, stdout, wait_for};
+use crate::common::agent::{Agent, Script};
+use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, leasefs_for_all, stderr, stdout, wait_for};
 use crate::{complete, history, release, result_files, verify};
 
 fn prune(mount: &Mount, args: &[&str]) -> String {
@@ -55,7 +55,9 @@ fn strangers_prune_nothing() {
     let script = "fd = os.open(path, os.O_WRONLY)\nos.write(fd, order.encode())";
     let names = json!({"path": mount.root().join(".leasefs/control"), "order": order});
     assert_eq!(Agent::user(1234, 1234, &[]).script(script, names).map(drop), Err(Errno::EACCES));
-    let output = mount.command(LEASEFS).args(["prune", "--attempts-over", "1"]).uid(1234).gid(1234).output_in_time();
+    let leasefs = leasefs_for_all(&mount);
+    let mut order = mount.command(leasefs.to_str().expect("UTF-8"));
+    let output = order.args(["prune", "--attempts-over", "1"]).uid(1234).gid(1234).output_in_time();
     assert_ne!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(history(&mount, "k"), [1, 2]);
 }
@@ -311,9 +313,8 @@ fn a_prune_and_whoever_reads_all_results_keep_each_other_off() {
     let mount = Mount::new();
     complete(&mount, "k", &[3, 3]);
     let script = "exec 8<$M/../state/results && flock -s 8 && echo locked && exec sleep 1000";
-    let mut reader = mount.spawn_bash(script);
-    let mut line = [0; 7];
-    std::io::Read::read_exact(reader.0.stdout.as_mut().expect("piped"), &mut line).expect("it is locked");
+    let reader = Script::start(&mount, script);
+    assert_eq!(reader.line().as_deref(), Some("locked"));
     let output = mount.leasefs(&["prune", "--attempts-over", "1"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("a backup or a verify is at work"), "{}", stderr(&output));

@@ -76,7 +76,7 @@ fn a_gap_that_is_not_from_pruning_is_found() {
     .enumerate()
     {
         let copy = mount.scratch().join(format!("copy-{at}"));
-        assert!(Command::new("cp").arg("-a").arg(mount.state()).arg(&copy).status().expect("cp runs").success());
+        assert_ok(&Command::new("cp").arg("-a").arg(mount.state()).arg(&copy).output_in_time());
         assert_ok(&verify(&copy));
         break_it(&copy, &sql);
         let output = verify(&copy);

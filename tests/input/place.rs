@@ -82,9 +82,8 @@ impl Drop for Place {
         let prefix = self.dir.path().display().to_string();
         let ours = mounts.lines().filter_map(|line| line.split(' ').nth(1)).filter(|path| path.starts_with(&prefix));
         for path in ours.collect::<Vec<_>>().into_iter().rev() {
-            let unmounted = Command::new("umount").arg(path).stderr(Stdio::null()).status();
-            if !unmounted.is_ok_and(|status| status.success()) {
-                let _ = Command::new("umount").arg("-l").arg(path).stderr(Stdio::null()).status();
+            if !Command::new("umount").arg(path).quietly_in_time() {
+                Command::new("umount").arg("-l").arg(path).quietly_in_time();
             }
         }
     }

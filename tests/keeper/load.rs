@@ -1,13 +1,12 @@
 //! Servers killed one after the other under callers that do not pause.
 
-use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::common::{Mount, wait_for};
+use crate::common::{Mount, end, read_in_time, wait_for};
 
 /// Looks at names and attributes until it is told to end, and says how often, and which errors it got.
 const LOOKER: &str = r#"
@@ -71,8 +70,7 @@ impl Looker {
             said = said.or_else(|| self.0.try_wait().expect("wait"));
             said.is_some()
         });
-        let mut out = String::new();
-        self.0.stdout.as_mut().expect("stdout").read_to_string(&mut out).expect("text");
+        let out = read_in_time(self.0.stdout.take());
         let (calls, errors) = out.trim().split_once(' ').expect("two words");
         (calls.to_owned(), errors.to_owned())
     }
@@ -80,8 +78,7 @@ impl Looker {
 
 impl Drop for Looker {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        end(&mut self.0);
     }
 }
 

@@ -5,6 +5,7 @@ mod common;
 mod place;
 
 mod ends;
+mod inherited;
 mod killed;
 mod load;
 mod service;

@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::common::agent::has_ended;
-use crate::common::{InTime, LEASEFS, wait_for};
+use crate::common::{InTime, LEASEFS, end, wait_for};
 
 /// The mount; it is gone when the value is.
 pub struct Place {
@@ -37,6 +37,11 @@ impl Place {
         let program = place.program();
         place.start(&program, &[], &[]);
         place
+    }
+
+    /// Mounts the same state again, once its keeper has ended.
+    pub fn mount_again(&mut self) {
+        self.start(LEASEFS.as_ref(), &[], &[]);
     }
 
     fn start(&mut self, program: &Path, options: &[&str], variables: &[(&str, &str)]) {
@@ -144,8 +149,7 @@ impl Drop for Place {
         }
         if let Some(keeper) = &mut self.keeper {
             // The server goes with it, and the connection with both.
-            let _ = keeper.kill();
-            let _ = keeper.wait();
+            end(keeper);
         }
         let _ = nix::mount::umount2(&self.mnt(), MntFlags::MNT_DETACH);
     }

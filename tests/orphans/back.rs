@@ -3,7 +3,7 @@
 use nix::errno::Errno;
 use serde_json::json;
 
-use crate::common::agent::Agent;
+use crate::common::agent::{Agent, Script};
 use crate::common::{assert_ok, stdout};
 use crate::lost::Lost;
 
@@ -114,20 +114,11 @@ read -r go
 exec 8<>$M/claims/k; flock -n 8 || echo refused; read -r epoch <&8; echo $epoch
 read -r end
 ";
-    let mut shell = tree.command("bash");
-    shell.arg("-c").arg(script).stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
-    let mut shell = crate::common::Background(shell.spawn().expect("bash runs"));
-    let mut says = std::io::BufReader::new(shell.0.stdout.take().expect("stdout"));
-    let mut tell = shell.0.stdin.take().expect("stdin");
-    let line = |says: &mut std::io::BufReader<_>| {
-        let mut line = String::new();
-        std::io::BufRead::read_line(says, &mut line).expect("a line");
-        line
-    };
-    assert_eq!(line(&mut says), "1\n");
+    let mut shell = Script::start(&tree, script);
+    assert_eq!(shell.line().as_deref(), Some("1"));
     tree.lose_and_mount();
-    std::io::Write::write_all(&mut tell, b"go\n").expect("it reads");
-    assert_eq!(line(&mut says), "1\n", "the same attempt");
+    shell.say("go");
+    assert_eq!(shell.line().as_deref(), Some("1"), "the same attempt");
     assert_eq!(tree.state_of("k"), "held");
 }
 

@@ -152,6 +152,6 @@ impl Other {
 
 impl Drop for Other {
     fn drop(&mut self) {
-        let _ = Command::new(LEASEFS).arg("unmount").arg(&self.mountpoint).stderr(Stdio::null()).status();
+        Command::new(LEASEFS).arg("unmount").arg(&self.mountpoint).quietly_in_time();
     }
 }

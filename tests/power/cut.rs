@@ -139,11 +139,17 @@ impl Tree {
 
 impl Drop for Tree {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.root).output();
+        Command::new("umount").arg("-l").arg(&self.root).quietly_in_time();
     }
 }
 
 const CHUNK: usize = 1 << 16;
+
+/// Whether there is room for all copies that are looked at together: in a container memory may be short there.
+fn has_room(directory: &str) -> bool {
+    let needed = (2 * LOOKERS * DISK_BYTES) as u64;
+    nix::sys::statvfs::statvfs(directory).is_ok_and(|found| found.blocks_available() * found.fragment_size() > needed)
+}
 
 /// A copy of a disk, mounted; gone with the value.
 struct Copy {
@@ -152,7 +158,8 @@ struct Copy {
 
 impl Copy {
     fn new(image: &[u8], repair: bool) -> Copy {
-        let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
+        let dir = if has_room("/dev/shm") { tempfile::tempdir_in("/dev/shm") } else { tempfile::tempdir() };
+        let dir = dir.expect("a directory");
         // What is zero need not be written.
         let file = fs::File::create(dir.path().join("image")).expect("image");
         file.set_len(image.len() as u64).expect("image");
@@ -184,8 +191,8 @@ impl Copy {
 
 impl Drop for Copy {
     fn drop(&mut self) {
-        if !Command::new("umount").arg(self.path()).output().is_ok_and(|output| output.status.success()) {
-            let _ = Command::new("umount").arg("-l").arg(self.path()).output();
+        if !Command::new("umount").arg(self.path()).quietly_in_time() {
+            Command::new("umount").arg("-l").arg(self.path()).quietly_in_time();
         }
     }
 }

@@ -136,21 +136,15 @@ fn a_command_killed_while_a_shell_redirects_it_publishes_nothing() {
     let mount = Mount::new();
     let mut worker = Agent::new();
     worker.create(&mount.claim("k")).expect("free key");
+    // It tells its pid when it has written.
     let mut script = Script::start(
         &mount,
-        "perl -e '$| = 1; print STDERR \"$$\\n\"; print \"half\\n\"; sleep 1000' 2>$M/../pid >$M/results/k/1; echo $?",
+        "perl -e '$| = 1; print \"half\\n\"; print STDERR \"$$\\n\"; sleep 1000' 2>$M/../pid >$M/results/k/1; echo $?",
     );
     let pid_file = mount.root().parent().expect("its directory").join("pid");
-    let mut pid = 0;
-    wait_for("the command's pid", || {
-        pid = fs::read_to_string(&pid_file).ok().and_then(|text| text.trim().parse().ok()).unwrap_or_default();
-        pid != 0
-    });
-    // Wait until it has written and sleeps.
-    wait_for("its sleep", || {
-        fs::read_to_string(format!("/proc/{pid}/syscall"))
-            .is_ok_and(|call| !call.starts_with("running") && !call.starts_with("1 "))
-    });
+    let told = || fs::read_to_string(&pid_file).ok().filter(|text| text.ends_with('\n'));
+    wait_for("the command's pid", || told().is_some());
+    let pid: i32 = told().expect("it was there").trim().parse().expect("a pid");
     assert_eq!(mount.state_of("k"), "held");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL).expect("it sleeps");
     assert_eq!(script.line().as_deref(), Some("137"));

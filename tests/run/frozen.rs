@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use crate::common::{LEASEFS, Mount, assert_ok, wait_for};
+use crate::common::{LEASEFS, Mount, assert_ok, stop, wait_for};
 use crate::{Next, Run, send, set_ttl};
 
 /// Two processes deaf to TERM, one of them in a session of its own.
@@ -51,7 +51,7 @@ fn a_runner_whose_tree_does_not_answer_has_no_command_when_the_next_begins() {
     let mut run = Run::script(&mount, &["--ttl", "1s"], DEAF, 2);
     let next = Next::in_line(&mount, "job", &run.pids());
     let server = mount.server_pid().expect("a server");
-    send(server, Signal::SIGSTOP);
+    stop(server);
     wait_for("the command is dead", || run.living().is_empty());
     send(server, Signal::SIGCONT);
     assert_eq!(next.found_alive(), [0; 0]);

@@ -2,11 +2,9 @@
 
 use std::fs;
 
-use nix::sys::signal::Signal;
-
 use crate::common::agent::has_ended;
-use crate::common::{Mount, assert_ok, wait_for};
-use crate::{Next, Run, send};
+use crate::common::{Mount, assert_ok, stop, wait_for};
+use crate::{Next, Run};
 
 /// The command, a child in its group, one in a session of its own, and one that has become a daemon; all deaf to TERM.
 const FAMILY: &str = r#"
@@ -84,7 +82,7 @@ fn with_both_killed_the_command_does_not_go_on() {
     let mut run = Run::script(&mount, &[], r#"trap '' TERM; echo $$ >>"$SEEN"; exec sleep 1000"#, 1);
     let guard = run.guard();
     // Stopped, so that neither does anything about the other's death.
-    send(guard, Signal::SIGSTOP);
+    stop(guard);
     run.runner.signal("STOP");
     run.kill_guard();
     run.runner.signal("KILL");
@@ -97,7 +95,7 @@ fn with_both_killed_the_command_does_not_go_on() {
 fn a_guard_that_does_nothing_about_a_lost_lease_is_killed() {
     let mount = Mount::new();
     let mut run = Run::script(&mount, &["-k", "0.1"], FAMILY, SIZE);
-    send(run.guard(), Signal::SIGSTOP);
+    stop(run.guard());
     assert_ok(&mount.leasefs(&["evict", "job", "--epoch", "1"]));
     assert_eq!(run.code(), Some(75));
     assert_eq!(run.living(), [0; 0]);

@@ -13,7 +13,6 @@ mod terminal;
 mod usage;
 
 use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -22,7 +21,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use common::agent::{Agent, Stray, count, has_ended};
-use common::{Background, InTime, LEASEFS, Mount, assert_ok, wait_for};
+use common::{Background, InTime, LEASEFS, Mount, assert_ok, read_in_time, wait_for};
 
 /// A run in the background. What it started and has not ended is killed when the value goes.
 struct Run {
@@ -80,7 +79,7 @@ impl Run {
 
     /// What runner and guard wrote to stderr, once all who have it are gone; shells have their say there as well.
     fn said(&mut self) -> String {
-        let all = read_all(self.runner.0.stderr.take());
+        let all = read_in_time(self.runner.0.stderr.take());
         all.lines().filter(|line| line.starts_with("leasefs: ")).map(|line| format!("{line}\n")).collect()
     }
 }
@@ -89,12 +88,6 @@ impl Drop for Run {
     fn drop(&mut self) {
         self.pids().into_iter().for_each(|pid| drop(Stray(pid)));
     }
-}
-
-fn read_all(from: Option<impl Read>) -> String {
-    let mut text = String::new();
-    from.expect("piped").read_to_string(&mut text).expect("text");
-    text
 }
 
 fn send(pid: i32, signal: Signal) {
@@ -125,7 +118,9 @@ fcntl.flock(fd, fcntl.LOCK_EX)
 alive = []
 for pid in pids:
     try:
-        if os.read(os.open(f'/proc/{pid}/status', os.O_RDONLY), 4096).split(b'State:\\t')[1][0:1] not in b'ZX':
+        status = os.read(os.open(f'/proc/{pid}/status', os.O_RDONLY), 4096)
+        # One that exits has no memory any more when its files are closed, and is a zombie a moment later.
+        if status.split(b'State:\\t')[1][0:1] not in b'ZX' and b'VmSize:' in status:
             alive.append(pid)
     except (FileNotFoundError, ProcessLookupError):
         pass

@@ -7,7 +7,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::common::agent::Agent;
-use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, stop, wait_for};
 use crate::{Run, send};
 
 #[test]
@@ -151,7 +151,7 @@ fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
     let mut looks: Vec<Background> = Vec::new();
     let mut run: Background;
     let stopped = Stopped(other.server_pid().expect("a server"));
-    send(stopped.0, Signal::SIGSTOP);
+    stop(stopped.0);
     // Inside execve(2) it closes the draft and waits for an answer; who reads its `stat` waits with it.
     holder.begin("execvp", json!(["sleep", ["sleep", "1000"]]));
     let stat = format!("/proc/{}/stat", holder.pid());

@@ -4,7 +4,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::common::agent::{Agent, count};
-use crate::common::{Mount, assert_ok, stdout, wait_for};
+use crate::common::{Mount, assert_ok, stdout, stop, wait_for};
 use crate::screen::Screen;
 
 fn heads(text: &str) -> Vec<&str> {
@@ -129,7 +129,7 @@ fn what_takes_over_a_second_says_so_on_a_terminal() {
     let gate = mount.scratch().join("gate");
     let script = format!("until [ -e {} ]; do sleep 0.01; done; {} ls", gate.display(), crate::common::LEASEFS);
     let screen = Screen::run(&mount, (80, 24), &script);
-    kill(server, Signal::SIGSTOP).expect("the server");
+    stop(server.as_raw());
     std::fs::write(&gate, "").expect("the gate");
     screen.wait("progress", |lines| lines.iter().any(|line| line.contains("waiting for the tree: ")));
     kill(server, Signal::SIGCONT).expect("the server");

@@ -94,6 +94,6 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        let _ = self.tmux().arg("kill-server").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        self.tmux().arg("kill-server").quietly_in_time();
     }
 }

@@ -6,7 +6,7 @@ use libc::LOCK_EX;
 use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, count};
-use crate::common::{Mount, assert_ok, stdout, wait_for};
+use crate::common::{Mount, assert_ok, in_time, stdout, wait_for};
 use crate::{as_stranger, assert_refused, stderr};
 
 /// What an XML parser finds in a drawing: how many elements there are of each class, and every text and tooltip.
@@ -36,7 +36,7 @@ fn parsed(svg: &str) -> Value {
         .spawn()
         .expect("python3 runs");
     python.stdin.take().expect("piped").write_all(svg.as_bytes()).expect("it reads");
-    let output = python.wait_with_output().expect("it ends");
+    let output = in_time("the end of the parser", || python.wait_with_output().expect("it ends"));
     assert!(output.status.success(), "no XML:\n{svg}");
     let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(found["outside"], json!([]), "all is within the drawing");

@@ -4,8 +4,8 @@ use libc::LOCK_EX;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::common::agent::{Agent, count};
-use crate::common::{Mount, assert_ok, stdout, wait_for};
+use crate::common::agent::{Agent, count, hold_all};
+use crate::common::{Mount, assert_ok, stdout, stop, wait_for};
 use crate::screen::Screen;
 use crate::{assert_refused, stderr};
 
@@ -167,7 +167,7 @@ fn it_goes_on_when_the_server_is_killed_or_hangs() {
     wait_key(&screen, "second");
     // Keys are answered while the tree does not.
     let server = Pid::from_raw(mount.server_pid().expect("a server"));
-    kill(server, Signal::SIGSTOP).expect("the server");
+    stop(server.as_raw());
     screen.press(&["k"]);
     let sorted = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         screen.wait("sorted by key", |lines| lines[1].contains("KEY▾"));
@@ -193,12 +193,8 @@ fn a_signal_gives_the_terminal_back() {
 #[test]
 fn thousands_of_keys_scroll() {
     let mount = Mount::new();
-    let holder = Agent::new();
-    let claim = "
-for number in range(2000):
-    os.open(f'{directory}/k{number:04}', os.O_RDWR | os.O_CREAT | os.O_EXCL)
-";
-    holder.script(claim, serde_json::json!({ "directory": mount.root().join("claims") })).expect("free");
+    let keys: Vec<_> = (0..2000).map(|number| mount.claim(&format!("k{number:04}"))).collect();
+    let _held = hold_all(&keys);
     let screen = Screen::leasefs(&mount, SIZE, "top --sort key");
     screen.wait("all of them", |lines| lines[0].contains("2000 held") && lines[2].starts_with("k0000"));
     screen.press(&["End"]);

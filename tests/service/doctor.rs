@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, Mount, assert_ok, set_mode, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, leasefs_for_all, set_mode, stdout, stop, wait_for};
 
 fn doctor(arguments: &[&str]) -> Output {
     Command::new("timeout").args(["60", LEASEFS, "doctor"]).args(arguments).output_in_time()
@@ -78,7 +78,7 @@ fn a_tree_that_does_not_answer_is_not_waited_for() {
     let pids = [mount.keeper_pid(), mount.server_pid()].map(|pid| pid.expect("it is served"));
     let stopped = Stopped(pids.to_vec());
     for pid in pids {
-        kill(Pid::from_raw(pid), Signal::SIGSTOP).expect("it is there");
+        stop(pid);
     }
     let began = Instant::now();
     let output = doctor(&[&path(&mount.root()), "--json"]);
@@ -93,10 +93,11 @@ fn a_tree_that_does_not_answer_is_not_waited_for() {
 #[test]
 fn another_users_tree_is_not_this_users_to_mend() {
     let (shut, shared) = (Mount::new(), Mount::shared());
+    let leasefs = leasefs_for_all(&shared);
     let as_other = |root: &Path| {
         let mut command = Command::new("setpriv");
-        command.args(["--reuid", "12345", "--regid", "12345", "--clear-groups", LEASEFS, "doctor", "--json"]);
-        command.arg(root).output_in_time()
+        command.args(["--reuid", "12345", "--regid", "12345", "--clear-groups"]).arg(&leasefs);
+        command.args(["doctor", "--json"]).arg(root).output_in_time()
     };
     let output = as_other(&shut.root());
     let (verdict, text, cure) = found(&output, "mount", &path(&shut.root()));
@@ -141,8 +142,7 @@ struct Unmount(std::path::PathBuf);
 
 impl Drop for Unmount {
     fn drop(&mut self) {
-        let done = Command::new(LEASEFS).arg("unmount").arg(&self.0).output();
-        if !done.is_ok_and(|output| output.status.success()) {
+        if !Command::new(LEASEFS).arg("unmount").arg(&self.0).quietly_in_time() {
             let _ = umount2(&self.0, MntFlags::MNT_DETACH);
         }
     }
@@ -209,6 +209,22 @@ fn state_directories_that_will_not_last_or_cannot_be_used() {
 }
 
 #[test]
+fn a_state_directory_may_be_named_from_where_one_is() {
+    let dir = tempfile::tempdir().expect("directory");
+    fs::create_dir(dir.path().join("there")).expect("mkdir");
+    let doctor = |state: &str| {
+        let mut doctor = Command::new(LEASEFS);
+        doctor.args(["doctor", "--json", "--state", state]).current_dir(dir.path()).output_in_time()
+    };
+    for state in ["new", "there/new", "./there/new"] {
+        let (verdict, text, _) = found(&doctor(state), "state", "new");
+        assert!(verdict == "ok" && text.contains("made by the first mount"), "{state}: {text}");
+    }
+    let (verdict, text, _) = found(&doctor("nowhere/new"), "state", "new");
+    assert!(verdict == "fail" && text.ends_with("nowhere does not exist"), "{text}");
+}
+
+#[test]
 fn a_registry_that_cannot_be_served_is_found_before_it_is_mounted() {
     let mut mount = Mount::new();
     let agent = Agent::new();
@@ -258,8 +274,10 @@ fn what_a_container_lacks_is_found() {
         assert!(found.0 == verdict && found.2.contains(word), "{capability}: {found:?}");
     }
     // Processes that are hidden.
+    let place = Mount::unserved();
     let script = format!(
-        "mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 12345 --clear-groups {LEASEFS} doctor /nowhere --json"
+        "mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 12345 --clear-groups {} doctor /nowhere --json",
+        leasefs_for_all(&place).display()
     );
     let output = run("unshare", &["-m", "sh", "-c", &script]);
     assert_eq!(found(&output, "proc", "hides").0, "warn");

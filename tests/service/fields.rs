@@ -8,7 +8,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, read_in_time, stdout, wait_for};
 
 /// The fields a part of `leasefs help json` tells of, and those of them that may be missing.
 fn documented(title: &str) -> (BTreeSet<String>, BTreeSet<String>) {
@@ -143,7 +143,7 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
 
     // The connection was lost: the reader of events has ended.
     let mut events = events;
-    let text = std::io::read_to_string(events.0.stdout.take().expect("stdout")).expect("text");
+    let text = read_in_time(events.0.stdout.take());
     let events: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let (mut all, _) = documented(".leasefs/events, leasefs watch --json");
     assert!(all.remove("missed"), "only a gap has it");

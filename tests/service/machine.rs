@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use nix::mount::{MntFlags, umount2};
 
-use crate::common::{InTime, assert_ok, stdout, wait_for};
+use crate::common::{InTime, assert_ok, end, stdout, wait_for};
 
 /// What it boots into: nothing but what systemd itself needs.
 const TARGET: &str = "[Unit]\nDescription=A machine for tests\nAllowIsolate=yes\n";
@@ -44,7 +44,7 @@ impl Machine {
         let log = fs::File::create(machine.path("log")).expect("log");
         let mut podman = machine.podman();
         podman.args(["run", "--rm", "--name", "machine", "--privileged", "--network", "none", "--systemd=always"]);
-        podman.args(["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096", "--rootfs"]).arg(machine.root());
+        podman.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--rootfs"]).arg(machine.root());
         podman.args(["/lib/systemd/systemd", "systemd.unit=leasefs-test.target"]);
         let podman = podman.stdout(log.try_clone().expect("log")).stderr(log).spawn().expect("podman runs");
         machine.podman = Some(podman);
@@ -89,6 +89,12 @@ impl Machine {
         stdout(&output)
     }
 
+    /// Waits until it is off.
+    pub fn wait_off(&mut self) {
+        let podman = self.podman.as_mut().expect("it was started");
+        wait_for("the machine is off", || podman.try_wait().expect("wait").is_some());
+    }
+
     /// What the units said.
     fn journal(&self) -> String {
         stdout(&self.run("journalctl --no-pager -n 40 -o short-monotonic"))
@@ -97,12 +103,9 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        let mut remove = self.podman();
-        remove.args(["rm", "--force", "--time", "0", "machine"]).stdout(Stdio::null()).stderr(Stdio::null());
-        let _ = remove.status();
+        self.podman().args(["rm", "--force", "--time", "0", "machine"]).quietly_in_time();
         if let Some(podman) = &mut self.podman {
-            let _ = podman.kill();
-            let _ = podman.wait();
+            end(podman);
         }
         // What is still mounted below would be in the way of removing the directory.
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, Mount, stdout};
+use crate::common::{InTime, LEASEFS, Mount, leasefs_for_all, stdout};
 
 /// The table: what is wrong, and the cure. Words in capitals stand for what varies.
 fn table() -> Vec<(String, String)> {
@@ -132,7 +132,8 @@ fn what_is_told_is_in_the_table() {
     told(&served.leasefs(&["status", "team"]), "a namespace, not a key");
     told(&served.leasefs(&["status", "k/below"]), "a part of it is a key");
     let mut as_other = served.command("setpriv");
-    as_other.args(["--reuid", "12345", "--regid", "12345", "--clear-groups", LEASEFS, "ls"]);
+    let everybodys = leasefs_for_all(&served);
+    as_other.args(["--reuid", "12345", "--regid", "12345", "--clear-groups"]).arg(everybodys).arg("ls");
     told(&as_other.output_in_time(), "only a tree mounted with --allow-other");
     agent.close(fd);
     drop(agent);

@@ -257,8 +257,14 @@ impl Drop for Fleet {
     fn drop(&mut self) {
         for slot in self.slots.iter().filter(|slot| slot.alive) {
             let _ = sys::kill(-slot.group, libc::SIGKILL);
+        }
+        // One that hangs in a call which nobody answers cannot be reaped: it is left behind.
+        let deadline = now() + STUCK;
+        for slot in self.slots.iter().filter(|slot| slot.alive) {
             // SAFETY: no status is asked for.
-            while unsafe { libc::waitpid(-slot.group, std::ptr::null_mut(), 0) } > 0 {}
+            while unsafe { libc::waitpid(-slot.group, std::ptr::null_mut(), libc::WNOHANG) } >= 0 && now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
         // SAFETY: plain prctl.
         unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 0) };

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use leasefs::Ttl;
+use nix::sys::signal::{SigHandler, Signal, signal};
 
 pub mod abandon;
 pub mod backup;
@@ -142,8 +143,16 @@ pub enum Command {
     Probe(probe::Args),
 }
 
+/// Children that end are to be waited for. Where whoever started this program ignores `SIGCHLD`, and so does it, the kernel
+/// reaps them unseen: a keeper would never hear of its server's end.
+fn heed_children() {
+    // SAFETY: the default action runs no code of ours.
+    let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) };
+}
+
 /// Reads the command line and carries it out.
 pub fn main() -> ExitCode {
+    heed_children();
     if mount_helper::is_called() {
         return mount_helper::main();
     }

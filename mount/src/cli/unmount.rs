@@ -11,6 +11,9 @@ use crate::{kernel_mount, mountinfo};
 
 /// How long a server may take to record what is left and end.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// For how long an unmount is tried again while the tree is busy: a file that is just being closed, as that of a holder
+/// whose key was released a moment ago, keeps it so a little longer than its lease is there.
+const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 
 /// Arguments of `leasefs unmount`.
 #[derive(clap::Args)]
@@ -40,7 +43,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         bail!(Failure::NotMounted { path: shown.to_string() });
     }
     let keeper = keeper_of(&path);
-    match kernel_mount::disconnect(&path, false) {
+    match disconnect(&path) {
         Ok(()) => {}
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => bail!(Failure::InUse { path: shown.to_string() }),
         Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EINVAL)) => {
@@ -52,6 +55,19 @@ pub fn run(args: Args) -> Result<ExitCode> {
         wait_for_end(pid, &state_dir)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Unmounts, once what is being closed is closed.
+fn disconnect(path: &Path) -> std::io::Result<()> {
+    let deadline = Instant::now() + CLOSED_WITHIN;
+    loop {
+        match kernel_mount::disconnect(path, false) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            result => return result,
+        }
+    }
 }
 
 /// The absolute path, also of a mount whose server is gone: of that only the parent can be looked at.

@@ -16,7 +16,7 @@ use anyhow::{Result, anyhow};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, raise, sigaction};
+use nix::sys::signal::{SigSet, Signal, kill, raise};
 use nix::sys::signalfd::{SfdFlags, SignalFd, siginfo};
 use nix::sys::wait::waitpid;
 use nix::unistd::{getpgid, getpgrp};
@@ -93,10 +93,6 @@ struct Signals {
 
 impl Signals {
     fn take_over() -> nix::Result<Signals> {
-        // If SIGCHLD was ignored, the kernel would reap the command unseen.
-        let default = SigAction::new(SigHandler::SigDfl, SaFlags::empty(), SigSet::empty());
-        // SAFETY: the default action runs no code of ours.
-        unsafe { sigaction(Signal::SIGCHLD, &default) }?;
         let mut set = SigSet::from_iter(FORWARDED);
         set.add(Signal::SIGCHLD);
         set.add(Signal::SIGTSTP);
