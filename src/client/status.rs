@@ -1,7 +1,8 @@
 //! What `status/KEY` says, typed (contract §2).
 
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
 use serde::Deserialize;
@@ -138,11 +139,18 @@ impl Status {
     ///
     /// # Errors
     /// Those of `read(2)`; [`io::ErrorKind::InvalidData`] for what is no status.
-    pub fn read(mut file: &File) -> io::Result<Status> {
-        let mut text = String::new();
-        file.rewind()?;
-        file.read_to_string(&mut text)?;
-        Ok(text.parse()?)
+    pub fn read(file: &File) -> io::Result<Status> {
+        // One line, so there is nothing after its end: whoever reads very many of them does not ask again each time.
+        let (mut bytes, mut buffer) = (Vec::new(), [0; 8 * 1024]);
+        while !bytes.ends_with(b"\n") {
+            match file.read_at(&mut buffer, bytes.len() as u64) {
+                Ok(0) => break,
+                Ok(length) => bytes.extend_from_slice(&buffer[..length]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(std::str::from_utf8(&bytes).map_err(io::Error::other)?.parse()?)
     }
 
     /// The line of JSON that this is, with the fields that are not known here.

@@ -82,7 +82,11 @@ impl Tree {
     /// [`Error::Io`], `EISDIR` for a namespace among it.
     pub fn status(&self, key: &Key) -> Result<Option<Status>, Error> {
         let Some(file) = self.open_status(key)? else { return Ok(None) };
-        Status::read(&file).map(Some).map_err(|source| Error::Io { path: self.status_path(key), source })
+        match Status::read(&file) {
+            Ok(status) => Ok(Some(status)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Io { path: self.status_path(key), source }),
+        }
     }
 
     /// Opens `status/KEY`, for [`Status::read`]; none if there never was such a key. `poll` on it reports `POLLPRI` once
