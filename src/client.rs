@@ -22,17 +22,21 @@
 //! ```
 //!
 //! A [`Lease`] is the holder handle. Its descriptor is close-on-exec, so a program started meanwhile does not inherit the
-//! lease; a `fork` without `exec` does, and then the lease ends when both copies are gone (contract §1).
+//! lease; a `fork` without `exec` does, and then the lease ends when both copies are gone (contract §1). What another
+//! process can do with a copy is in [`handle`]; what anybody sees of a key, in [`Status`].
 
+pub mod handle;
 mod lease;
 mod result;
+pub mod status;
 mod tree;
 
 use std::io;
 use std::path::PathBuf;
 
-pub use lease::{Lease, epoch_of};
+pub use lease::Lease;
 pub use result::ResultWriter;
+pub use status::Status;
 pub use tree::Tree;
 
 use crate::key::Key;

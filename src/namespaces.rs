@@ -290,20 +290,7 @@ mod tests {
     use super::*;
 
     fn row(id: u64, path: &str, mode: u32) -> NamespaceRow {
-        NamespaceRow {
-            id: NamespaceId(id),
-            path: path.into(),
-            present: true,
-            made: 1,
-            mode,
-            uid: 10,
-            gid: 20,
-            atime_ns: 0,
-            mtime_ns: 0,
-            ctime_ns: 0,
-            ttl_ms: None,
-            request: RequestId(0),
-        }
+        NamespaceRow { id: NamespaceId(id), path: path.into(), ..NamespaceRow::root(mode, 10, 20, 0) }
     }
 
     #[test]

@@ -217,7 +217,7 @@ pub fn clean(state_dir: &Path, mountpoint: &Path) -> Result<()> {
         return Ok(());
     }
     // Whoever has it serves the mount. It ends with them, so that it is looked for again.
-    let Ok(_lock) = keeper::lock_state(state_dir) else { return Ok(()) };
+    let Ok(_lock) = keeper::lock::lock_state(state_dir) else { return Ok(()) };
     if !is_there()? {
         return Ok(());
     }

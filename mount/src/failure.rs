@@ -158,8 +158,8 @@ failures! {
     "Unmounting" {
     /// There is no tree.
     NothingThere { path } = "{path} does not exist, so nothing is mounted on it", cure "see `findmnt -t fuse.leasefs`";
-        /// Unmounting: no leasefs mount.
-        NotMounted { path } = "{path} is not a leasefs mount", cure "see `findmnt -t fuse.leasefs`";
+    /// Something else is mounted there, or nothing.
+    NotMounted { path } = "{path} is not a leasefs mount", cure "see `findmnt -t fuse.leasefs`";
     /// `EBUSY`.
     InUse { path } = "{path} is in use",
         cure "end the processes that have files open in it (`leasefs ls` shows the holders, `fuser -vm {path}` all), then \

@@ -6,6 +6,9 @@
 //!
 //! What it may say too much of is answered twice, and the kernel ignores that. What it said too little of would hang.
 
+pub mod opcode;
+mod record;
+
 use std::ffi::c_void;
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -15,6 +18,9 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap};
+
+pub use record::Record;
+use record::Slot;
 
 /// Marks a request the kernel sends again after the server was replaced.
 pub const RESEND: u64 = 1 << 63;
@@ -39,72 +45,6 @@ const STRUCK: usize = 64;
 #[cfg(debug_assertions)]
 pub const COUNTERS: usize = 16;
 
-/// What of the kernel's operation codes (`linux/fuse.h`) is told apart.
-pub mod opcode {
-    #![allow(missing_docs)]
-    pub const LOOKUP: u32 = 1;
-    pub const FORGET: u32 = 2;
-    pub const GETATTR: u32 = 3;
-    pub const SETATTR: u32 = 4;
-    pub const READLINK: u32 = 5;
-    pub const SYMLINK: u32 = 6;
-    pub const MKNOD: u32 = 8;
-    pub const MKDIR: u32 = 9;
-    pub const UNLINK: u32 = 10;
-    pub const RMDIR: u32 = 11;
-    pub const RENAME: u32 = 12;
-    pub const LINK: u32 = 13;
-    pub const OPEN: u32 = 14;
-    pub const READ: u32 = 15;
-    pub const WRITE: u32 = 16;
-    pub const STATFS: u32 = 17;
-    pub const RELEASE: u32 = 18;
-    pub const FSYNC: u32 = 20;
-    pub const SETXATTR: u32 = 21;
-    pub const GETXATTR: u32 = 22;
-    pub const LISTXATTR: u32 = 23;
-    pub const REMOVEXATTR: u32 = 24;
-    pub const FLUSH: u32 = 25;
-    pub const OPENDIR: u32 = 27;
-    pub const READDIR: u32 = 28;
-    pub const RELEASEDIR: u32 = 29;
-    pub const FSYNCDIR: u32 = 30;
-    pub const GETLK: u32 = 31;
-    pub const SETLK: u32 = 32;
-    pub const SETLKW: u32 = 33;
-    pub const CREATE: u32 = 35;
-    pub const INTERRUPT: u32 = 36;
-    pub const IOCTL: u32 = 39;
-    pub const POLL: u32 = 40;
-    pub const BATCH_FORGET: u32 = 42;
-    pub const FALLOCATE: u32 = 43;
-    pub const LSEEK: u32 = 46;
-}
-
-/// A request that must not be cut off, as much of it as it takes to make it again: a close, whose effect would be lost,
-/// a lock, whose caller would be given a number that is no errno, or a poll, whose caller would be told of an error.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Record {
-    /// Its number.
-    pub unique: u64,
-    /// What it asks for.
-    pub opcode: u32,
-    /// Who asks; 0 for `RELEASE`.
-    pub pid: u32,
-    /// The inode.
-    pub ino: u64,
-    /// The handle.
-    pub handle: u64,
-    /// The caller's uid and gid.
-    pub ids: (u32, u32),
-    /// Of a lock: its owner. Of a poll: the kernel's handle of the poller.
-    pub owner: u64,
-    /// Of a lock: `F_RDLCK`, `F_WRLCK` or `F_UNLCK`. Of a poll: its flags.
-    pub kind: u32,
-    /// Of a lock: its first and its last byte. Of a poll: the events asked for, and 0.
-    pub range: (u64, u64),
-}
-
 /// A request that was being handled when a server was killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Struck {
@@ -122,53 +62,6 @@ pub struct Struck {
 struct Strike {
     unique: AtomicU64,
     count: AtomicU64,
-}
-
-/// A [`Record`]: free where its first field, the number, is 0.
-///
-/// Beside `kind`, which needs half a word, is since when it waits: milliseconds of the clock in 32 bits, 0 for unknown.
-#[repr(C)]
-struct Slot([AtomicU64; 9]);
-
-/// Where that word is.
-const KIND: usize = 6;
-
-fn pair(high: u32, low: u32) -> u64 {
-    u64::from(high) << 32 | u64::from(low)
-}
-
-fn halves(both: u64) -> (u32, u32) {
-    ((both >> 32) as u32, both as u32)
-}
-
-impl Slot {
-    fn unique(&self) -> u64 {
-        self.0[0].load(Ordering::Acquire)
-    }
-
-    /// Whatever is in it is not valid until the number is.
-    fn store(&self, record: &Record, since: u32) {
-        self.0[0].store(0, Ordering::Release);
-        let Record { unique, opcode, pid, ino, handle, ids, owner, kind, range } = *record;
-        let fields = [pair(opcode, pid), ino, handle, pair(ids.0, ids.1), owner, pair(since, kind), range.0, range.1];
-        for (place, field) in self.0[1..].iter().zip(fields) {
-            place.store(field, Ordering::Relaxed);
-        }
-        self.0[0].store(unique, Ordering::Release);
-    }
-
-    fn since(&self) -> u32 {
-        halves(self.0[KIND].load(Ordering::Relaxed)).0
-    }
-
-    fn load(&self) -> Record {
-        let unique = self.unique();
-        let [what, ino, handle, ids, owner, kind, first, last] =
-            std::array::from_fn(|field| self.0[field + 1].load(Ordering::Relaxed));
-        let (opcode, pid) = halves(what);
-        let kind = kind as u32;
-        Record { unique, opcode, pid, ino, handle, ids: halves(ids), owner, kind, range: (first, last) }
-    }
 }
 
 #[repr(C)]
@@ -307,7 +200,7 @@ impl Flight {
 
     /// It was answered.
     pub fn unpark(&self, place: Place) {
-        self.table().parked[place.0].0[0].store(0, Ordering::Release);
+        self.table().parked[place.0].clear();
     }
 
     /// What a killed server was handling gets a strike, unless `blameless`. To be called once by each new server.

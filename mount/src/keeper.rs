@@ -9,6 +9,8 @@
 //! | [`child`] | starting a program as a server |
 //! | [`pace`] | how soon the next server is started, and when to give up |
 //! | [`control`] | orders, through a socket in the state directory |
+//! | [`upgrade`] | another program's server in the place of the present one |
+//! | [`lock`] | one keeper for a state directory |
 //! | [`service`] | what a service manager is told |
 //!
 //! **Giving up.** A server that never gets ready cannot be waited for for ever: callers would hang, deaf to signals. Then
@@ -21,21 +23,21 @@
 
 mod child;
 pub mod control;
+pub mod lock;
 mod pace;
 mod service;
+mod upgrade;
 
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::Flock;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{SigSet, Signal};
@@ -44,20 +46,15 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use crate::failure::{self, Failure};
 use crate::flight::Flight;
 use crate::fs::any_open;
-use crate::handover::{ABLE, Fds, Handover, PROTOCOL, READY};
+use crate::handover::{Fds, Handover, PROTOCOL, READY};
 use crate::openfiles::OpenFiles;
 use crate::server::{self, Plan};
 use crate::{connection, dead_mount, kernel_mount, logfile, mountinfo};
 use child::{Program, Server};
 use control::{Control, Requester};
+use lock::lock_state;
 use pace::Pace;
-
-/// How long a program may take to say whether it can take over.
-const CHECK_PATIENCE: Duration = Duration::from_secs(10);
-/// How long to wait for a lock whose owner is ending.
-const LOCK_PATIENCE: Duration = Duration::from_millis(500);
-/// The same where its owner is known to be dead, and only the server it left has to be ended by the kernel.
-const DEAD_LOCK_PATIENCE: Duration = Duration::from_secs(10);
+use upgrade::{Check, Upgrade};
 
 /// Where [`Keeper::memory`] has that of the open files.
 const FILES: usize = 1;
@@ -173,21 +170,6 @@ enum Ending {
     GaveUp(u32),
 }
 
-/// A program that was asked whether it can take over.
-struct Check {
-    child: Server,
-    program: Program,
-    until: Instant,
-    requester: Requester,
-}
-
-/// A server that was ended so that the next is of another program.
-struct Upgrade {
-    before: Program,
-    version: String,
-    requester: Requester,
-}
-
 struct Keeper {
     handover: Handover,
     device: OwnedFd,
@@ -233,9 +215,7 @@ impl Keeper {
             if self.server.is_none() && self.start_at.is_some_and(|at| at <= Instant::now()) {
                 self.start()?;
             }
-            if self.check.as_ref().is_some_and(|check| check.until <= Instant::now()) {
-                self.refuse_check(format_args!("it did not say within {} s", CHECK_PATIENCE.as_secs()));
-            }
+            self.give_up_check();
             let awake = self.wait()?;
             if awake.server_said && self.hear_server() {
                 if let Some(ready) = ready.take() {
@@ -324,11 +304,7 @@ impl Keeper {
         let plan = &self.handover.plan;
         let text = format!("serving {} (server {})", plan.mountpoint.display(), self.handover.starts);
         service::ready(&text);
-        if let Some(Upgrade { version, requester, .. }) = self.upgrade.take() {
-            let pid = self.server.as_ref().map_or(0, |server| server.child.id());
-            tracing::info!("upgraded to {version}");
-            requester.answer(&format!("{}{version} (pid {pid})", control::DONE));
-        }
+        self.end_upgrade();
     }
 
     fn on_signal(&mut self, signal: i32) {
@@ -366,14 +342,7 @@ impl Keeper {
 
     /// Looks after children that have ended.
     fn reap(&mut self, never_ready: bool) -> Result<Option<Ending>> {
-        if let Some(check) = &mut self.check
-            && let Ok(Some(_)) = check.child.child.try_wait()
-        {
-            self.hear_check();
-            if self.check.is_some() {
-                self.refuse_check(format_args!("it ended without a word"));
-            }
-        }
+        self.reap_check();
         let Some(server) = &mut self.server else {
             return Ok(self.is_gone().then_some(Ending::Unmounted));
         };
@@ -392,15 +361,12 @@ impl Keeper {
             bail!("{said}");
         }
         self.last_words.clone_from(&said);
-        if let Some(Upgrade { before, requester, .. }) = self.upgrade.take_if(|_| !server.ended_by_keeper) {
-            self.program = before;
-            tracing::error!("the new server did not get ready ({said}): going on with the program as it was");
-            requester.answer(&format!("{}the new server did not get ready: {said}", control::REFUSED));
+        if server.ended_by_keeper {
+            self.handover.blameless = true;
             self.start_at = Some(Instant::now());
             return Ok(None);
         }
-        if server.ended_by_keeper {
-            self.handover.blameless = true;
+        if self.undo_upgrade(&said) {
             self.start_at = Some(Instant::now());
             return Ok(None);
         }
@@ -421,67 +387,6 @@ impl Keeper {
     fn has_served(&self) -> bool {
         let flight = self.memory[0].try_clone().ok().and_then(|memory| Flight::open(memory).ok());
         flight.is_none_or(|flight| flight.has_answered_init())
-    }
-
-    // ---- upgrade ------------------------------------------------------------------------------------------------
-
-    /// Asks the program that is on disk now whether it can take over.
-    fn begin_upgrade(&mut self, requester: Requester) {
-        let refuse = |requester: Requester, why: String| {
-            tracing::warn!("no upgrade: {why}");
-            requester.answer(&format!("{}{why}", control::REFUSED));
-        };
-        if self.check.is_some() || self.upgrade.is_some() || self.stopping {
-            let why = if self.stopping { "the tree is being unmounted" } else { "an upgrade is under way" };
-            return refuse(requester, why.to_owned());
-        }
-        let program = match self.program.on_disk() {
-            Ok(program) => program,
-            Err(error) => return refuse(requester, format!("{error:#}")),
-        };
-        match program.start(&self.handover, true) {
-            Ok(child) => {
-                service::reloading();
-                let until = Instant::now() + CHECK_PATIENCE;
-                self.check = Some(Check { child, program, until, requester });
-            }
-            Err(error) => refuse(requester, format!("{}: {error:#}", program.path.display())),
-        }
-    }
-
-    /// What that program says.
-    fn hear_check(&mut self) {
-        let Some(check) = &mut self.check else { return };
-        if !check.child.hear() {
-            return;
-        }
-        let Some(version) = check.child.said.strip_prefix(ABLE).map(str::to_owned) else {
-            let why = check.child.said.clone();
-            let why = if why.is_empty() { "it ended without a word".into() } else { why };
-            return self.refuse_check(format_args!("{why}"));
-        };
-        let Some(Check { mut child, program, requester, .. }) = self.check.take() else { return };
-        child.kill();
-        let _ = child.child.wait();
-        let before = std::mem::replace(&mut self.program, program);
-        self.upgrade = Some(Upgrade { before, version, requester });
-        match &mut self.server {
-            Some(server) => {
-                server.ended_by_keeper = true;
-                server.kill();
-            }
-            None => self.start_at = Some(Instant::now()),
-        }
-    }
-
-    fn refuse_check(&mut self, why: std::fmt::Arguments<'_>) {
-        let Some(Check { mut child, program, requester, .. }) = self.check.take() else { return };
-        child.kill();
-        let _ = child.child.wait();
-        let why = format!("{} cannot take over: {why}", program.path.display());
-        tracing::error!("no upgrade: {why}");
-        service::ready(&format!("not upgraded: {why}"));
-        requester.answer(&format!("{}{why}", control::REFUSED));
     }
 }
 
@@ -516,35 +421,5 @@ impl Drop for Mounted {
         if mountinfo::is_leasefs(&self.0).is_ok_and(|mounted| mounted) {
             let _ = kernel_mount::disconnect(&self.0, true);
         }
-    }
-}
-
-/// Keeps another keeper off the state directory for as long as this one or its server lives.
-///
-/// # Errors
-/// Another one has it.
-pub fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
-    let path = state_dir.join("lock");
-    let began = Instant::now();
-    loop {
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
-        let mut file = file.with_context(|| format!("{}", path.display()))?;
-        let mut owner = String::new();
-        let _ = file.read_to_string(&mut owner);
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(mut lock) => {
-                lock.set_len(0).with_context(|| format!("{}", path.display()))?;
-                std::io::Seek::rewind(&mut *lock)?;
-                writeln!(lock, "{}", std::process::id()).with_context(|| format!("{}", path.display()))?;
-                return Ok(lock);
-            }
-            Err((_, Errno::EWOULDBLOCK)) => {}
-            Err((_, errno)) => bail!("{}: {errno}", path.display()),
-        }
-        let lives = owner.trim().parse::<u32>().is_ok_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
-        if began.elapsed() > if lives { LOCK_PATIENCE } else { DEAD_LOCK_PATIENCE } {
-            bail!(Failure::StateServed { path: failure::shown(state_dir) });
-        }
-        std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -19,6 +19,7 @@ mod logfile;
 mod mountinfo;
 mod openfiles;
 mod orphans;
+mod privileges;
 mod process;
 mod reading;
 mod server;

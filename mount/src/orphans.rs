@@ -28,8 +28,10 @@
 //! It runs on a thread of its own, which ends with the last orphan: none come to be while a server runs. Whoever wants to
 //! know at once has it look at once: [`Reap`].
 
+mod fdinfo;
 mod look;
 mod reap;
+mod sight;
 
 use std::collections::HashMap;
 use std::sync::Arc;

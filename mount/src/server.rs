@@ -15,7 +15,7 @@ use leasefs::registry::NamespaceRow;
 use leasefs::registry::journal::Journal;
 use leasefs::registry::sqlite::{self, Check};
 use leasefs::results::Results;
-use leasefs::{Config, Engine, Error, NamespaceId, RequestId, Ttl};
+use leasefs::{Config, Engine, Error, Ttl};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
@@ -204,27 +204,18 @@ fn open_engine(plan: &Plan, state_dir: &Path, files: &Arc<OpenFiles>, takes_over
     let check = if takes_over { Check::Quick } else { Check::Full };
     let registry = Journal::open(state_dir, check).map_err(explain)?;
     let now = clock::now();
-    let now_ns = now.wall_ms * 1_000_000;
     let config = Config {
         ttl: plan.ttl,
         durability: plan.durability,
         max_result: plan.max_result,
         max_keys: plan.max_keys,
         max_waiters: plan.max_waiters,
-        root: NamespaceRow {
-            id: NamespaceId::ROOT,
-            path: String::new(),
-            present: true,
-            made: 1,
-            mode: if plan.options.allow_other { 0o777 } else { 0o700 },
-            uid: geteuid().as_raw(),
-            gid: getegid().as_raw(),
-            atime_ns: now_ns,
-            mtime_ns: now_ns,
-            ctime_ns: now_ns,
-            ttl_ms: None,
-            request: RequestId(0),
-        },
+        root: NamespaceRow::root(
+            if plan.options.allow_other { 0o777 } else { 0o700 },
+            geteuid().as_raw(),
+            getegid().as_raw(),
+            now.wall_ms * 1_000_000,
+        ),
     };
     let boot_id = clock::boot_id().context("/proc is needed to tell one boot from another")?;
     if !takes_over {

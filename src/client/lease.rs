@@ -1,4 +1,4 @@
-//! Holding a key: the holder handle, typed (contract §3, §4).
+//! Holding a key: claiming it, and the lease as a value (contract §3, §4).
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -7,10 +7,9 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Timespec, Timestamps, UTIME_NOW, XattrFlags, flock, fsetxattr, futimens};
 use rustix::io::Errno;
 
-use super::{Error, ResultWriter, Tree};
+use super::{Error, ResultWriter, Tree, handle};
 use crate::key::Key;
 use crate::ttl::Ttl;
 
@@ -32,7 +31,7 @@ impl Lease {
     /// # Errors
     /// [`Error::Held`]; [`Error::NotFound`] for a missing namespace; [`Error::Denied`]; [`Error::Io`].
     pub fn try_claim(tree: &Tree, key: &Key) -> Result<Lease, Error> {
-        Lease::lock(tree, key, FlockOperation::NonBlockingLockExclusive)
+        Lease::lock(tree, key, handle::try_lock)
     }
 
     /// Takes the key by exclusive create: once. A finished key is refused.
@@ -43,10 +42,10 @@ impl Lease {
         let path = tree.claim_path(key);
         match OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&path) {
             Ok(handle) => Lease::granted(tree, key, handle),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match is_finished(tree, key)? {
-                true => Err(Error::Finished(key.clone())),
-                false => Err(Error::Held(key.clone())),
-            },
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                let is_finished = tree.status(key)?.is_some_and(|status| status.is_finished());
+                Err(if is_finished { Error::Finished(key.clone()) } else { Error::Held(key.clone()) })
+            }
             Err(error) => Err(refusal(key, path, error)),
         }
     }
@@ -57,7 +56,7 @@ impl Lease {
     /// [`Error::Interrupted`] when a signal with a handler came: ask again for a new place. Others as
     /// [`Lease::try_claim`], but for [`Error::Held`].
     pub fn wait(tree: &Tree, key: &Key) -> Result<Lease, Error> {
-        Lease::lock(tree, key, FlockOperation::LockExclusive)
+        Lease::lock(tree, key, handle::lock)
     }
 
     /// Tries for the key at every change of its state, for this long. Not in line: whoever waits in line comes first.
@@ -70,7 +69,7 @@ impl Lease {
         let end = now.checked_add(limit).unwrap_or_else(|| now + Ttl::MAX.as_duration());
         loop {
             // Watched before it is tried, so that no change in between is missed.
-            let watched = tree.watch(key)?;
+            let watched = tree.open_status(key)?;
             match Lease::try_claim(tree, key) {
                 Err(Error::Held(_)) if Instant::now() < end => {}
                 done => return done,
@@ -82,20 +81,22 @@ impl Lease {
         }
     }
 
-    fn lock(tree: &Tree, key: &Key, operation: FlockOperation) -> Result<Lease, Error> {
+    fn lock(tree: &Tree, key: &Key, lock: fn(&File) -> io::Result<()>) -> Result<Lease, Error> {
         let path = tree.claim_path(key);
         let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).to_owned();
         let handle = options.open(&path).map_err(|error| refusal(key, path.clone(), error))?;
-        match flock(&handle, operation) {
+        match lock(&handle) {
             Ok(()) => Lease::granted(tree, key, handle),
-            Err(Errno::WOULDBLOCK) => Err(Error::Held(key.clone())),
-            Err(Errno::INTR) => Err(Error::Interrupted(key.clone())),
-            Err(errno) => Err(refusal(key, path, errno.into())),
+            Err(error) => Err(match error.kind() {
+                io::ErrorKind::WouldBlock => Error::Held(key.clone()),
+                io::ErrorKind::Interrupted => Error::Interrupted(key.clone()),
+                _ => refusal(key, path, error),
+            }),
         }
     }
 
     fn granted(tree: &Tree, key: &Key, handle: File) -> Result<Lease, Error> {
-        match epoch_of(&handle) {
+        match handle::epoch(&handle) {
             Ok(epoch) => Ok(Lease { tree: tree.clone(), key: key.clone(), epoch, handle }),
             // Evicted, or expired, since it was granted: as if it had come a moment later.
             Err(error) if is_stale(&error) => Err(Error::Held(key.clone())),
@@ -118,9 +119,7 @@ impl Lease {
     /// # Errors
     /// [`Error::Lost`]: stop. [`Error::Io`]: it may be held still; try again before the TTL is over.
     pub fn renew(&self) -> Result<(), Error> {
-        let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
-        futimens(&self.handle, &Timestamps { last_access: now, last_modification: now })
-            .map_err(|errno| self.fault(errno.into()))
+        handle::renew(&self.handle).map_err(|error| self.fault(error))
     }
 
     /// Replaces the note that others see, at most 4,096 bytes, and renews.
@@ -139,7 +138,7 @@ impl Lease {
     /// # Errors
     /// As [`Lease::renew`].
     pub fn set_ttl(&self, ttl: Ttl) -> Result<(), Error> {
-        self.set("user.lease.ttl", &ttl.to_string())
+        handle::set_ttl(&self.handle, ttl).map_err(|error| self.fault(error))
     }
 
     /// Sets the name under which people see this holder, 1 to 255 bytes without control characters.
@@ -147,11 +146,7 @@ impl Lease {
     /// # Errors
     /// As [`Lease::renew`]; [`Error::Io`] with `EINVAL` for another name.
     pub fn set_agent(&self, name: &str) -> Result<(), Error> {
-        self.set("user.lease.agent", name)
-    }
-
-    fn set(&self, name: &str, value: &str) -> Result<(), Error> {
-        fsetxattr(&self.handle, name, value.as_bytes(), XattrFlags::empty()).map_err(|errno| self.fault(errno.into()))
+        handle::set_agent(&self.handle, name).map_err(|error| self.fault(error))
     }
 
     /// Whether the lease is lost: expired, evicted or released by order. A `false` was true when it was asked; `poll` on
@@ -160,7 +155,7 @@ impl Lease {
     /// # Errors
     /// [`Error::Io`] where nobody can tell; it may be held still.
     pub fn lost(&self) -> Result<bool, Error> {
-        match epoch_of(&self.handle) {
+        match handle::epoch(&self.handle) {
             Ok(_) => Ok(false),
             Err(error) if is_stale(&error) => Ok(true),
             Err(source) => Err(Error::Io { path: self.tree.claim_path(&self.key), source }),
@@ -190,38 +185,8 @@ impl AsFd for Lease {
     }
 }
 
-/// The epoch that an open `claims/KEY` tells: the first line of its record. From one's own handle it is never another
-/// attempt's (contract §4).
-///
-/// # Errors
-/// Those of `read(2)`: `ESTALE` once the handle lost its lease.
-pub fn epoch_of(handle: &File) -> io::Result<u64> {
-    let mut record = [0; 32];
-    let length = handle.read_at(&mut record, 0)?;
-    let line = record[..length].split(|byte| *byte == b'\n').next().unwrap_or_default();
-    std::str::from_utf8(line)
-        .ok()
-        .and_then(|line| line.parse().ok())
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the record does not begin with an epoch"))
-}
-
 fn is_stale(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::STALE.raw_os_error())
-}
-
-fn is_finished(tree: &Tree, key: &Key) -> Result<bool, Error> {
-    #[derive(serde::Deserialize)]
-    struct State<'a> {
-        state: &'a str,
-    }
-    let path = tree.status_path(key);
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        Err(source) => return Err(Error::Io { path, source }),
-    };
-    let is_finished = serde_json::from_str(&text).is_ok_and(|State { state }| state == "finished");
-    Ok(is_finished)
 }
 
 fn refusal(key: &Key, path: PathBuf, error: io::Error) -> Error {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::Error;
+use super::{Error, Status};
 use crate::key::Key;
 
 /// A mounted tree. Costs nothing to clone or to make anew.
@@ -29,6 +29,17 @@ impl Tree {
                 Err(Error::NotATree(root))
             }
             Err(source) => Err(Error::Io { path: root, source }),
+        }
+    }
+
+    /// The same tree by an absolute path without symlinks, for a program that changes its working directory.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn canonical(self) -> Result<Tree, Error> {
+        match fs::canonicalize(&self.root) {
+            Ok(root) => Ok(Tree { root }),
+            Err(source) => Err(Error::Io { path: self.root, source }),
         }
     }
 
@@ -60,6 +71,34 @@ impl Tree {
         self.root.join("status").join(key.as_str())
     }
 
+    /// `.leasefs/NAME`: what the tree says of itself, and where it takes orders.
+    pub fn control_path(&self, name: &str) -> PathBuf {
+        self.root.join(".leasefs").join(name)
+    }
+
+    /// What the tree says of a key; none if there never was such a key.
+    ///
+    /// # Errors
+    /// [`Error::Io`], `EISDIR` for a namespace among it.
+    pub fn status(&self, key: &Key) -> Result<Option<Status>, Error> {
+        let Some(file) = self.open_status(key)? else { return Ok(None) };
+        Status::read(&file).map(Some).map_err(|source| Error::Io { path: self.status_path(key), source })
+    }
+
+    /// Opens `status/KEY`, for [`Status::read`]; none if there never was such a key. `poll` on it reports `POLLPRI` once
+    /// the key's state has changed since it was opened, or read.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn open_status(&self, key: &Key) -> Result<Option<File>, Error> {
+        let path = self.status_path(key);
+        match File::open(&path) {
+            Ok(file) => Ok(Some(file)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Io { path, source }),
+        }
+    }
+
     /// The committed result of an attempt; none if there is none, or not yet.
     ///
     /// # Errors
@@ -68,16 +107,6 @@ impl Tree {
         let path = self.result_path(key, epoch);
         match fs::read(&path) {
             Ok(bytes) => Ok(Some(bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(Error::Io { path, source }),
-        }
-    }
-
-    /// Opens `status/KEY`: [`Tree::wait_for_change`] returns for every change of state from now on.
-    pub(super) fn watch(&self, key: &Key) -> Result<Option<File>, Error> {
-        let path = self.status_path(key);
-        match File::open(&path) {
-            Ok(file) => Ok(Some(file)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Io { path, source }),
         }

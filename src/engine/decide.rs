@@ -81,18 +81,7 @@ impl Inner {
         };
         let opens = left.claims.len();
         self.adopt(id, &mut state, known.shares, left, now);
-        let entry = KeyEntry {
-            key: known.row.key,
-            namespace,
-            state,
-            unsettled: 0,
-            changed: 0,
-            armed_ns: None,
-            counted: None,
-            opens,
-            orphaned_why: None,
-        };
-        self.keys.insert(id, entry);
+        self.keys.insert(id, KeyEntry { opens, ..KeyEntry::new(known.row.key, namespace, state) });
         self.refresh(id);
         self.forget_unused(id, now);
     }
@@ -129,18 +118,7 @@ impl Inner {
         self.namespaces.link(parent, name.into(), Node::Key(id));
         self.touch_batch(now);
         self.batch.writes.push(Write::Key(id, key.clone()));
-        let entry = KeyEntry {
-            key,
-            namespace: parent,
-            state: KeyState::default(),
-            unsettled: 0,
-            changed: 0,
-            armed_ns: None,
-            counted: None,
-            opens: 0,
-            orphaned_why: None,
-        };
-        self.keys.insert(id, entry);
+        self.keys.insert(id, KeyEntry::new(key, parent, KeyState::default()));
         Ok(id)
     }
 

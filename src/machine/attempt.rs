@@ -84,9 +84,16 @@ pub enum Outcome {
 
 macro_rules! words {
     ($type:ident { $($variant:ident = $word:literal),* $(,)? }) => {
+        impl $type {
+            /// As the registry, JSON and records have it.
+            pub fn word(self) -> &'static str {
+                match self { $($type::$variant => $word),* }
+            }
+        }
+
         impl fmt::Display for $type {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(match self { $($type::$variant => $word),* })
+                f.write_str(self.word())
             }
         }
 

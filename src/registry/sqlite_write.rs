@@ -1,7 +1,7 @@
 //! The writes as statements, one by one and in bulk. Every update names the attempt it is about and must hit exactly one
 //! row.
 
-use rusqlite::{Connection, params};
+use rusqlite::{Connection, ToSql, params, params_from_iter};
 
 use super::Write;
 use super::coalesce::Op;
@@ -9,7 +9,14 @@ use super::sqlite_fault::fault;
 use super::sqlite_read::Mark;
 use crate::error::Error;
 use crate::ids::{Epoch, Handle, KeyId, Owner};
-use crate::machine::{Attempt, Outcome, ResultMeta, Share, Via};
+use crate::machine::{Attempt, Claimant, Outcome, ResultMeta, Share};
+
+/// What attempts and shares keep of a claimant. Which request it was, only attempts do.
+macro_rules! claimant_columns {
+    () => {
+        "pid, start_time, uid, gid, command, opener_pid, opener_start, locker_pid, locker_start"
+    };
+}
 
 /// Applies it all, in a transaction if the caller began one.
 pub(super) fn replay(connection: &Connection, ops: &[Op<'_>], mark: Option<Mark>) -> Result<(), Failure> {
@@ -79,7 +86,7 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
                 a.why,
                 a.handle.0,
                 owners_bytes(&a.owners),
-                if a.via == Via::Create { "create" } else { "lock" },
+                a.via.word(),
                 a.agent
             ])?,
             "renew",
@@ -95,7 +102,7 @@ fn apply(tx: &Connection, write: &Write) -> Result<(), Failure> {
                 .execute(params![
                     id.0,
                     a.epoch.0,
-                    a.outcome.map(|outcome| outcome.to_string()),
+                    a.outcome.map(Outcome::word),
                     a.why,
                     a.ended.map(|at| at.wall_ms),
                     a.registered
@@ -170,26 +177,17 @@ fn count(tx: &Connection, id: KeyId, before: Epoch, after: Epoch, finished: bool
 
 fn insert(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
     let mut insert = tx.prepare_cached(
-        "INSERT INTO attempts(key_id, epoch, pid, start_time, uid, gid, command, opener_pid, opener_start, locker_pid, \
-         locker_start, via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owners, request, note, held, \
-         registered, outcome, reason, ended_ms, result_size, result_ms, result_draft, waited_ms, agent) VALUES (?1, ?2, \
-         ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25, ?26, \
-         ?27, ?28, ?29, ?30, ?31)",
+        concat!(
+            "INSERT INTO attempts(key_id, epoch, ",
+            claimant_columns!(),
+            ", via, since_ms, renewed_ms, expires_ms, ttl_ms, deadline_ns, handle, owners, request, note, held, registered, \
+             outcome, reason, ended_ms, result_size, result_ms, result_draft, waited_ms, agent) VALUES (?1, ?2, ?3, ?4, ?5, \
+             ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25, ?26, ?27, ?28, \
+             ?29, ?30, ?31)"
+        ),
     )?;
-    let who = &a.claimant;
-    insert.execute(params![
-        id.0,
-        a.epoch.0,
-        who.holder.pid,
-        who.holder.start_time,
-        who.uid,
-        who.gid,
-        who.command,
-        who.opener.pid,
-        who.opener.start_time,
-        who.locker.pid,
-        who.locker.start_time,
-        if a.via == Via::Create { "create" } else { "lock" },
+    let rest = params![
+        a.via.word(),
         a.since.wall_ms,
         a.renewed.wall_ms,
         a.expires_ms(),
@@ -197,11 +195,11 @@ fn insert(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
         a.deadline_ns,
         a.handle.0,
         owners_bytes(&a.owners),
-        bits(who.request.0),
+        bits(a.claimant.request.0),
         a.note,
         a.held,
         a.registered,
-        a.outcome.map(|outcome| outcome.to_string()),
+        a.outcome.map(Outcome::word),
         a.why,
         a.ended.map(|at| at.wall_ms),
         a.result.map(|result| result.size),
@@ -209,34 +207,36 @@ fn insert(tx: &Connection, id: KeyId, a: &Attempt) -> Result<(), Failure> {
         a.result.map(|result| result.draft.0),
         a.waited_ms,
         a.agent
-    ])?;
+    ];
+    insert.execute(params_from_iter(params![id.0, a.epoch.0].iter().chain(&claimant(&a.claimant)).chain(rest)))?;
     Ok(())
 }
 
 fn insert_share(tx: &Connection, id: KeyId, share: &Share) -> Result<(), Failure> {
-    let mut put = tx.prepare_cached(
-        "INSERT OR REPLACE INTO shares(key_id, handle, owner, pid, start_time, uid, gid, command, opener_pid, \
-         opener_start, locker_pid, locker_start, ttl_ms, until_ns) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, \
-         ?12, ?13, ?14)",
-    )?;
-    let who = &share.claimant;
-    put.execute(params![
-        id.0,
-        share.handle.0,
-        bits(share.owner.0),
-        who.holder.pid,
-        who.holder.start_time,
-        who.uid,
-        who.gid,
-        who.command,
-        who.opener.pid,
-        who.opener.start_time,
-        who.locker.pid,
-        who.locker.start_time,
-        share.ttl.as_millis(),
-        share.until_ns
-    ])?;
+    let mut put = tx.prepare_cached(concat!(
+        "INSERT OR REPLACE INTO shares(key_id, handle, owner, ",
+        claimant_columns!(),
+        ", ttl_ms, until_ns) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)"
+    ))?;
+    let (first, rest) =
+        (params![id.0, share.handle.0, bits(share.owner.0)], params![share.ttl.as_millis(), share.until_ns]);
+    put.execute(params_from_iter(first.iter().chain(&claimant(&share.claimant)).chain(rest)))?;
     Ok(())
+}
+
+/// The values of [`claimant_columns`].
+fn claimant(who: &Claimant) -> [&dyn ToSql; 9] {
+    [
+        &who.holder.pid,
+        &who.holder.start_time,
+        &who.uid,
+        &who.gid,
+        &who.command,
+        &who.opener.pid,
+        &who.opener.start_time,
+        &who.locker.pid,
+        &who.locker.start_time,
+    ]
 }
 
 fn set_finished(tx: &Connection, id: KeyId, finished: bool) -> Result<(), Failure> {

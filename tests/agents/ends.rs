@@ -1,9 +1,7 @@
 //! When the server, the connection or the mount ends.
 
-use nix::sys::signal::Signal;
-
 use crate::common::{InTime, LEASEFS, assert_ok, wait_for};
-use crate::tools::{Tools, assert_refused, signal};
+use crate::tools::{Tools, assert_refused};
 
 #[test]
 fn a_killed_server_is_noticed_by_nobody() {
@@ -13,9 +11,7 @@ fn a_killed_server_is_noticed_by_nobody() {
     tools.claim("free --agent planner");
     let holders = (tools.holder("bound"), tools.holder("free"));
     for _ in 0..3 {
-        let server = tools.mount.server_pid().expect("a server");
-        signal(server, Signal::SIGKILL);
-        wait_for("another server", || tools.mount.server_pid().is_some_and(|pid| pid != server));
+        tools.mount.kill_server();
         let renewed = tools.mount.status("bound")["renewed"].clone();
         tools.mount.wait_status("bound", "renewed", |status| status["renewed"] != renewed);
     }

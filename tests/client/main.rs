@@ -93,6 +93,22 @@ fn a_lost_lease_says_so_at_every_call() {
 }
 
 #[test]
+fn a_child_that_has_the_handle_renews_as_well() {
+    let mount = Mount::new();
+    let user = User::new(&mount.root());
+    assert_eq!(user.ask("status k"), "none");
+    assert_eq!(user.ask("claim k"), "1");
+    let before = mount.status("k")["renewed"].clone();
+    wait_for("a later renewal", || {
+        assert_eq!(user.ask("renew-in-a-child k"), "ok");
+        mount.status("k")["renewed"] != before
+    });
+    assert_eq!(user.ask("status k"), "held 1");
+    assert_eq!(user.ask("release k"), "ok");
+    assert_eq!(user.ask("status k"), "free 1");
+}
+
+#[test]
 fn a_lease_ends_at_the_ttl_that_was_set() {
     let mount = Mount::new();
     let (a, b) = two(&mount);

@@ -206,6 +206,13 @@ impl Agent {
         self.open(path, libc::O_RDWR | libc::O_CREAT).unwrap_or_else(|e| panic!("open {}: {e}", path.display()))
     }
 
+    /// A new process that has a key by exclusive create, and its handle.
+    pub fn holding(path: &Path) -> (Agent, Fd) {
+        let agent = Agent::new();
+        let fd = agent.create(path).expect("free key");
+        (agent, fd)
+    }
+
     /// flock(2).
     pub fn flock(&self, fd: Fd, operation: i32) -> Answer<()> {
         self.call("flock", json!([fd, operation])).map(drop)
@@ -415,6 +422,18 @@ pub fn has_ended(pid: i32) -> bool {
 pub fn epoch_of(record: &str) -> u64 {
     let line = record.lines().next().unwrap_or_default();
     line.parse().unwrap_or_else(|_| panic!("the first line of a record is the epoch alone, not {line:?} of {record:?}"))
+}
+
+/// The forms of lock that wait: of each the function and its arguments, for [`Agent::begin`].
+pub fn waits(fd: Fd) -> [(&'static str, Value); 6] {
+    [
+        ("flock", json!([fd, libc::LOCK_EX])),
+        ("flock", json!([fd, libc::LOCK_SH])),
+        ("lock", json!([fd, libc::F_SETLKW, libc::F_WRLCK])),
+        ("lock", json!([fd, libc::F_SETLKW, libc::F_RDLCK])),
+        ("lock", json!([fd, libc::F_OFD_SETLKW, libc::F_WRLCK])),
+        ("lock", json!([fd, libc::F_OFD_SETLKW, libc::F_RDLCK])),
+    ]
 }
 
 fn number(value: &Value) -> i64 {

@@ -152,6 +152,13 @@ impl Mount {
         self.pid_of("pid")
     }
 
+    /// Kills the server, and waits until another answers.
+    pub fn kill_server(&self) {
+        let old = self.server_pid().expect("a server");
+        kill(Pid::from_raw(old), Signal::SIGKILL).expect("it is there");
+        wait_for("another server", || self.server_pid().is_some_and(|pid| pid != old));
+    }
+
     /// The pid of the keeper, which starts another server when one ends.
     pub fn keeper_pid(&self) -> Option<i32> {
         self.pid_of("keeper_pid")

@@ -8,14 +8,13 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use libc::{F_OFD_SETLKW, F_RDLCK, F_SETLKW, F_WRLCK, LOCK_EX, LOCK_SH};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use serde_json::json;
 
-use crate::common::agent::{Agent, Fd, Script, count};
+use crate::common::agent::{Agent, Fd, Script, count, waits};
 use crate::common::{Background, InTime, LEASEFS, Mount, stdout, stop, wait_for};
 use crate::rig::{FORMS, Podman, Shell};
 
@@ -97,9 +96,7 @@ impl Served {
     }
 
     fn holder(&self, key: &str) -> (Agent, Fd) {
-        let holder = Agent::new();
-        let fd = holder.create(&self.tree.claim(key)).expect("free key");
-        (holder, fd)
+        Agent::holding(&self.tree.claim(key))
     }
 
     fn waits(&self, key: &str, number: u64) {
@@ -216,14 +213,7 @@ fn a_signal_ends_the_wait_of_a_caller_that_the_server_cannot_see() {
     agent.call("on_signal", json!([libc::SIGUSR1, "raise"])).expect("sigaction");
     agent.call("on_signal", json!([libc::SIGUSR2, "ignore"])).expect("sigaction");
     let fd = agent.handle(&tree.claim("k"));
-    for (function, arguments) in [
-        ("flock", json!([fd, LOCK_EX])),
-        ("flock", json!([fd, LOCK_SH])),
-        ("lock", json!([fd, F_SETLKW, F_WRLCK])),
-        ("lock", json!([fd, F_SETLKW, F_RDLCK])),
-        ("lock", json!([fd, F_OFD_SETLKW, F_WRLCK])),
-        ("lock", json!([fd, F_OFD_SETLKW, F_RDLCK])),
-    ] {
+    for (function, arguments) in waits(fd) {
         agent.begin(function, arguments.clone());
         served.waits("k", 1);
         agent.signal(Signal::SIGUSR2);

@@ -85,18 +85,7 @@ fn rounds(name: &str, mode: Mode) {
 }
 
 fn job(mount: &Mount, role: Role, keys: &[String], seed: u64, mode: Mode) -> Job {
-    Job {
-        role,
-        root: mount.root(),
-        keys: keys.to_vec(),
-        log: mount.scratch(),
-        board: mount.scratch(),
-        seed,
-        uid: 0,
-        nested: false,
-        ttl_ms: TTL_MS,
-        interrupted: mode.interrupted,
-    }
+    Job { interrupted: mode.interrupted, ..Job::new(role, mount.root(), keys.to_vec(), seed, TTL_MS) }
 }
 
 /// Starts all of them; the random ones last, when the others have what they hold.

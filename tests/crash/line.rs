@@ -42,19 +42,8 @@ fn lines(options: &[&str], interrupted: bool) {
         let first = File::create(mount.claim(&key)).expect("open");
         first.lock().expect("a free key");
         for slot in 0..WAITERS {
-            let job = Job {
-                role: Role::Queue,
-                root: mount.root(),
-                keys: vec![key.clone()],
-                log: logs.clone(),
-                board: logs.clone(),
-                seed: slot,
-                uid: 0,
-                nested: false,
-                ttl_ms: TTL_MS,
-                interrupted,
-            };
-            fleet.add(job, false);
+            let job = Job::new(Role::Queue, mount.root(), vec![key.clone()], slot, TTL_MS);
+            fleet.add(Job { interrupted, ..job }, false);
             wait_for("one more in line", || mount.status(&key)["waiters"].as_u64() == Some(slot + 1));
             if killer::wanted() > 0 && rng.random_ratio(1, 2) {
                 kill_once(&mount.root()).expect("another server answers");

@@ -10,7 +10,7 @@ use rand::Rng;
 use crate::calls;
 use crate::record::{Op, Side};
 use crate::sys::{self, Answer};
-use crate::worker::Worker;
+use crate::worker::{Worker, first_number};
 
 const SECOND_MS: i32 = 1_000;
 
@@ -96,8 +96,10 @@ fn look(worker: &mut Worker) {
     });
     if read.is_ok() {
         let text = String::from_utf8_lossy(&text);
-        let epoch = text.lines().next().and_then(|line| line.parse::<u64>().ok());
-        if epoch.is_none() || !text.contains("\nstate: ") || !text.ends_with('\n') {
+        if text.lines().next().is_none_or(|line| line.parse::<u64>().is_err())
+            || !text.contains("\nstate: ")
+            || !text.ends_with('\n')
+        {
             worker.wrong(format!("the record of {key} is torn: {text:?}"));
         }
     }
@@ -279,7 +281,9 @@ fn hang_up(worker: &mut Worker) {
     if side(worker, &key, Side::Handle, || sys::flock(&fd, libc::LOCK_EX | libc::LOCK_NB)).is_err() {
         return;
     }
-    let epoch = match side(worker, &key, Side::Read, || sys::read(&fd).map(|text| epoch_of(&text))) {
+    let epoch = match side(worker, &key, Side::Read, || {
+        sys::read(&fd).map(|text| first_number(&String::from_utf8_lossy(&text)))
+    }) {
         Ok(epoch) if epoch > 0 => epoch,
         answer => return worker.wrong(format!("{key}: the holder reads {answer:?}")),
     };
@@ -325,10 +329,6 @@ fn hang_up(worker: &mut Worker) {
             worker.wrong(format!("{key} was lost, and its old handle answers {answer:?}"));
         }
     }
-}
-
-fn epoch_of(text: &[u8]) -> u64 {
-    String::from_utf8_lossy(text).lines().next().and_then(|line| line.parse().ok()).unwrap_or(0)
 }
 
 /// A namespace of its own: made, shut in, given a TTL, made smaller again. It keeps what it was given.

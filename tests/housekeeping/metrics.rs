@@ -5,8 +5,6 @@ use std::fs;
 
 use libc::{LOCK_EX, LOCK_NB};
 use nix::errno::Errno;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 
 use crate::common::agent::Agent;
 use crate::common::{Mount, assert_ok, wait_for};
@@ -258,11 +256,8 @@ fn whoever_waits_has_waited_since_before_the_server_took_over() {
     mount.wait_status("k", "in line", |status| status["waiters"] == 1);
     let oldest = || Metrics::of(&mount).get("leasefs_oldest_wait_seconds");
     wait_for("the wait grows", || oldest() > 2.0);
-    let server = mount.server_pid().expect("a server");
-    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
-    wait_for("another has it in line", || {
-        mount.server_pid().is_some_and(|pid| pid != server) && mount.status("k")["waiters"] == 1
-    });
+    mount.kill_server();
+    mount.wait_status("k", "in line still", |status| status["waiters"] == 1);
     assert!(oldest() > 2.0, "{}", oldest());
     drop(holder);
     waiter.answer().expect("granted");
@@ -275,9 +270,7 @@ fn a_server_that_took_over_says_so_and_counts_anew() {
     let mount = Mount::new();
     release(&mount, "k", 3);
     for restarts in 1..=2 {
-        let server = mount.server_pid().expect("a server");
-        kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
-        wait_for("another answers", || mount.server_pid().is_some_and(|pid| pid != server));
+        mount.kill_server();
         let metrics = Metrics::of(&mount);
         assert_eq!(metrics.get("leasefs_server_restarts_total"), f64::from(restarts));
         assert_eq!(metrics.get("leasefs_grants_total{via=\"lock\"}"), 0.0, "as its help says");

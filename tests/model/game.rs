@@ -4,23 +4,27 @@
 //! So a refused request has to be as if it never was, a granted one as if there were no faults, and what has happened
 //! (a handle *was* closed) has to count in either case.
 
+mod history;
+mod turn;
 mod verdict;
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 
 use leasefs::engine::KeyEntry;
 use leasefs::machine::Input;
 use leasefs::namespaces::Node;
-use leasefs::{Engine, Epoch, Handle, Key, KeyId, NamespaceId, Now, Owner, Ttl, WaiterId};
+use leasefs::{Engine, Epoch, Handle, Key, KeyId, NamespaceId, Now, Ttl, WaiterId};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use crate::contract::{Contract, Told};
 use crate::machine::compare;
-use crate::players::{Act, MAX_OPEN, Numbers, PROCESSES, Pause, Players, act, after, finish, moment, ttl};
-use crate::rig::{Fate, OpenHandles, Rig, Storage, TTL_MS, is_by_order};
+use crate::players::{Act, MAX_OPEN, Numbers, Players, after, finish, moment, ttl};
+use crate::rig::{Fate, OpenHandles, Rig, Storage, TTL_MS};
+use history::{Entry, Teller};
+pub use turn::{Turn, turn};
 
 /// The keys that are played for; one in a namespace with a TTL of its own.
 const KEYS: [(&str, &str); 3] = [("", "a"), ("", "b"), ("ns", "c")];
@@ -28,101 +32,6 @@ const KEYS: [(&str, &str); 3] = [("", "a"), ("", "b"), ("ns", "c")];
 const NS_TTL_MS: u64 = 300;
 /// Waiters the registry refused of which two explanations are tried.
 const MAX_EXPLAINED: usize = 6;
-
-/// A step of a game.
-#[derive(Clone, Debug)]
-pub enum Turn {
-    /// Something is done with a key.
-    Play(usize, Act),
-    /// A worker does its work, while all is well.
-    Finish(usize, u8),
-    /// Time passes, measured by a key's deadline.
-    Wait(usize, Pause),
-    /// What was decided is recorded, or not.
-    Flush(Vec<Fate>),
-    /// As above; while the first commit is on its way other things are done.
-    Slow(Vec<Fate>, Vec<(usize, Act)>),
-    /// The server is killed, perhaps between what it recorded last and the answers, and another takes over.
-    TakeOver(bool),
-    /// The server ends and another is started; perhaps the machine was rebooted in between.
-    Restart(bool),
-}
-
-fn seat() -> impl Strategy<Value = usize> {
-    prop_oneof![6 => Just(0usize), 2 => Just(1), 2 => Just(2)]
-}
-
-/// A step of a game with faults or of one with restarts.
-pub fn turn(faults: bool) -> impl Strategy<Value = Turn> {
-    let fate = move || {
-        let weight = u32::from(faults) * 4;
-        prop_oneof![5 => Just(Fate::Done), weight => Just(Fate::DiskFull), weight => Just(Fate::Broken)]
-    };
-    let fates = move || prop::collection::vec(fate(), 1..4);
-    let waits = prop_oneof![
-        (1..400u64).prop_map(Pause::Ms),
-        prop_oneof![Just(-1i64), Just(0), Just(1)].prop_map(Pause::Deadline)
-    ];
-    prop_oneof![
-        30 => (seat(), act()).prop_map(|(seat, act)| Turn::Play(seat, act)),
-        2 => (seat(), 1..=PROCESSES).prop_map(|(seat, process)| Turn::Finish(seat, process)),
-        3 => (seat(), waits).prop_map(|(seat, pause)| Turn::Wait(seat, pause)),
-        8 => fates().prop_map(Turn::Flush),
-        5 => (fates(), prop::collection::vec((seat(), act()), 1..6)).prop_map(|(fates, acts)| Turn::Slow(fates, acts)),
-        u32::from(!faults) => any::<bool>().prop_map(Turn::Restart),
-        3 * u32::from(!faults) => any::<bool>().prop_map(Turn::TakeOver),
-    ]
-}
-
-enum Entry {
-    Asked {
-        input: Input,
-        now_ns: u64,
-        told: Vec<Told>,
-        seen: bool,
-        /// Asked again after a take-over: it may have taken effect before, so that it is a renewal now.
-        again: bool,
-    },
-    /// A waiter was told that the registry refused.
-    Refused(WaiterId, u64),
-    Restarted {
-        rebooted: bool,
-        now_ns: u64,
-    },
-}
-
-impl Entry {
-    fn is_unanswered_request(&self) -> bool {
-        let Entry::Asked { input, told, .. } = self else { return false };
-        told.is_empty()
-            && !matches!(input, Input::Lock { wait: Some(_), .. } | Input::Close { .. } | Input::CloseDraft { .. })
-    }
-
-    fn is_unanswered_lock(&self, of: Owner) -> bool {
-        matches!(self, Entry::Asked { input: Input::Lock { owner, .. }, told, .. } if told.is_empty() && *owner == of)
-    }
-
-    fn is_unanswered(&self, on: Handle) -> bool {
-        let Entry::Asked { input, told, .. } = self else { return false };
-        let of_request = match input {
-            Input::Create { handle, .. }
-            | Input::Lock { handle, .. }
-            | Input::Unlock { handle, .. }
-            | Input::Renew { handle, .. }
-            | Input::OpenDraft { handle, .. }
-            | Input::Commit { handle, .. } => *handle,
-            _ => return false,
-        };
-        told.is_empty() && of_request == on
-    }
-
-    fn told(&self) -> Option<(&Input, &Told)> {
-        match self {
-            Entry::Asked { input, told, .. } => told.first().map(|told| (input, told)),
-            _ => None,
-        }
-    }
-}
 
 struct Seat {
     parent: NamespaceId,
@@ -488,42 +397,5 @@ impl Game {
             }
         }
         Some((id, claims, drafts.into_iter().collect()))
-    }
-}
-
-/// Notes the answer to a request, unless the server was killed before it got out.
-struct Teller {
-    history: Arc<Mutex<Vec<Entry>>>,
-    number: usize,
-    engine: Weak<Engine>,
-    silenced: Arc<AtomicBool>,
-}
-
-impl Teller {
-    /// As an answer's callback, which also does what the mount does on it.
-    fn of(self, key: KeyId, input: Input, now: Now) -> impl FnOnce(Told) + Send {
-        let Teller { history, number, engine, silenced } = self;
-        move |answer| {
-            if silenced.load(Ordering::SeqCst) {
-                return;
-            }
-            if let Some(engine) = engine.upgrade() {
-                match &input {
-                    Input::Create { .. } if answer.is_err() => engine.not_opened(key, now),
-                    Input::OpenDraft { handle, .. } if answer.is_err() => engine.results.discard(*handle),
-                    Input::CloseDraft { handle } => engine.results.discard(*handle),
-                    _ => {}
-                }
-            }
-            let mut history = history.lock();
-            if let Input::Lock { wait: Some(waiter), .. } = &input
-                && is_by_order(&answer)
-            {
-                history.push(Entry::Refused(*waiter, now.boot_ns));
-            }
-            if let Entry::Asked { told, .. } = &mut history[number] {
-                told.push(answer);
-            }
-        }
     }
 }

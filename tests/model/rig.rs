@@ -184,20 +184,7 @@ const MAX_KEYS: usize = 1_000;
 pub const TTL_MS: u64 = 1_000;
 
 fn config(storage: Storage, max_keys: usize) -> Config {
-    let root = NamespaceRow {
-        id: NamespaceId::ROOT,
-        path: String::new(),
-        present: true,
-        made: 1,
-        mode: 0o777,
-        uid: 0,
-        gid: 0,
-        atime_ns: 0,
-        mtime_ns: 0,
-        ctime_ns: 0,
-        ttl_ms: None,
-        request: leasefs::RequestId(0),
-    };
+    let root = NamespaceRow::root(0o777, 0, 0, 0);
     let (max_result, max_waiters) = (1 << 20, 1_000);
     let durability = if storage == Storage::Process { Durability::Process } else { Durability::Full };
     Config { ttl: ttl(TTL_MS), durability, max_result, max_keys, max_waiters, root }

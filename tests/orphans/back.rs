@@ -44,8 +44,7 @@ fn by_locking_it() {
 #[test]
 fn by_creating_it_exclusively() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     tree.lose_and_mount();
     let other = Agent::new();
     assert_eq!(other.create(&tree.claim("k")), Err(Errno::EEXIST));
@@ -125,8 +124,7 @@ read -r end
 #[test]
 fn its_result_is_recorded_under_the_same_epoch() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     tree.lose_and_mount();
     let new = holder.create(&tree.claim("k")).expect("its own");
     let result = holder.open(&tree.result("k", 1), libc::O_WRONLY | libc::O_CREAT).expect("its result");
@@ -144,8 +142,7 @@ fn its_result_is_recorded_under_the_same_epoch() {
 #[test]
 fn a_child_that_only_inherited_the_handle_is_another_process() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     let child = holder.fork();
     tree.lose_and_mount();
     assert_eq!(child.create(&tree.claim("k")), Err(Errno::EEXIST));

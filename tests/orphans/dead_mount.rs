@@ -26,8 +26,7 @@ fn said(output: &std::process::Output) -> String {
 #[test]
 fn it_is_taken_away() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     tree.lose_connection();
     assert!(is_dead(&tree.root()));
     tree.start(&[]);
@@ -114,8 +113,7 @@ fn what_is_mounted_over_it_is_not_touched() {
 #[test]
 fn a_living_one_is_not_touched() {
     let tree = Mount::new();
-    let holder = Agent::new();
-    let fd = holder.create(&tree.claim("k")).expect("free");
+    let (holder, fd) = Agent::holding(&tree.claim("k"));
     assert!(!mount_by_hand(&tree.root(), &tree.state()).status.success());
     assert_eq!(holder.epoch(fd), Ok(1));
     assert_eq!(mounted_on(&tree.root()), 1);

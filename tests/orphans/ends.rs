@@ -38,8 +38,7 @@ result = next(fd for fd in fds if os.path.exists(f'/proc/self/fdinfo/{fd}') and 
 #[test]
 fn an_abort() {
     let tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     let server = tree.server_pid().expect("a server");
     fs::write(tree.abort_file(), "1").expect("aborted");
     assert_kept(tree, &holder, server);
@@ -48,8 +47,7 @@ fn an_abort() {
 #[test]
 fn a_forced_unmount() {
     let tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     let server = tree.server_pid().expect("a server");
     // It cuts the connection, and then cannot unmount what is in use.
     let _ = umount2(&tree.root(), MntFlags::MNT_FORCE);
@@ -59,8 +57,7 @@ fn a_forced_unmount() {
 #[test]
 fn the_ttl_ends_it() {
     let mut tree = Lost::with(&["--ttl", "1500ms"]);
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     tree.lose_and_mount();
     assert_eq!(tree.state_of("k"), "orphaned");
     tree.wait_status("k", "expired", |status| status["state"] == "free" && status["outcome"] == "expired");
@@ -73,8 +70,7 @@ fn the_ttl_ends_it() {
 #[test]
 fn an_operator_ends_it() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     tree.lose_and_mount();
     tree.wait_why("k", "still has it open");
     assert_ok(&tree.leasefs(&["evict", "k", "--epoch", "1"]));
@@ -86,8 +82,7 @@ fn an_operator_ends_it() {
 #[test]
 fn nothing_looks_through_proc_without_orphans() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     tree.lose_and_mount();
     let server = tree.server_pid().expect("a server");
     let looks = || {

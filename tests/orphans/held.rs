@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 use std::process::Stdio;
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::common::agent::Agent;
@@ -16,13 +15,19 @@ fn named(agent: &Agent) -> String {
     format!("pid {} (", agent.pid())
 }
 
+/// The key stays the holder's for this reason, until the holder is dead.
+fn assert_kept_until_dead(tree: &Lost, holder: &Agent, why: &str) {
+    tree.wait_why("k", why);
+    tree.assert_refused("k");
+    holder.kill();
+    assert_eq!(tree.wait_lost("k"), 2);
+}
+
 #[test]
 fn whoever_may_be_alive_keeps_the_key() {
     let mut tree = Lost::with(&["--allow-other"]);
-    let alive = Agent::new();
-    alive.create(&tree.claim("alive")).expect("free");
-    let frozen = Agent::new();
-    frozen.create(&tree.claim("frozen")).expect("free");
+    let (alive, _) = Agent::holding(&tree.claim("alive"));
+    let (frozen, _) = Agent::holding(&tree.claim("frozen"));
     frozen.signal(Signal::SIGSTOP);
     let other_uid = Agent::user(1234, 1234, &[]);
     other_uid.create(&tree.claim("other-uid")).expect("free");
@@ -30,8 +35,7 @@ fn whoever_may_be_alive_keeps_the_key() {
     let fd = locker.handle(&tree.claim("locked"));
     locker.flock(fd, libc::LOCK_EX).expect("free");
     // The holder and its child are gone, the child's child has the handle.
-    let holder = Agent::new();
-    holder.create(&tree.claim("inherited")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("inherited"));
     let child = holder.fork();
     let grandchild = child.fork();
     holder.kill();
@@ -80,8 +84,7 @@ fn whoever_may_be_alive_keeps_the_key() {
 fn a_dead_holders_key_is_free_at_once() {
     let mut tree = Lost::new();
     for key in ["a", "b"] {
-        let holder = Agent::new();
-        holder.create(&tree.claim(key)).expect("free");
+        let (holder, _) = Agent::holding(&tree.claim(key));
         tree.lose_connection();
         holder.kill();
         tree.start(&[]);
@@ -97,9 +100,8 @@ fn a_dead_holders_key_is_free_at_once() {
 #[test]
 fn a_dead_holder_is_told_from_a_living_one() {
     let mut tree = Lost::new();
-    let (dead, alive) = (Agent::new(), Agent::new());
-    dead.create(&tree.claim("dead")).expect("free");
-    alive.create(&tree.claim("alive")).expect("free");
+    let (dead, _) = Agent::holding(&tree.claim("dead"));
+    let (alive, _) = Agent::holding(&tree.claim("alive"));
     tree.lose_connection();
     dead.kill();
     tree.start(&[]);
@@ -120,8 +122,7 @@ fn a_dead_holder_is_told_from_a_living_one() {
 #[test]
 fn a_holder_that_closes_its_dead_handle_has_let_go() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    let fd = holder.create(&tree.claim("k")).expect("free");
+    let (holder, fd) = Agent::holding(&tree.claim("k"));
     tree.lose_and_mount();
     tree.wait_why("k", &named(&holder));
     holder.close(fd);
@@ -132,8 +133,7 @@ fn a_holder_that_closes_its_dead_handle_has_let_go() {
 #[test]
 fn a_thread_with_a_table_of_its_own_keeps_the_key() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    let fd = holder.create(&tree.claim("k")).expect("free");
+    let (holder, fd) = Agent::holding(&tree.claim("k"));
     // The thread takes copies of all descriptors with it; the rest of the process closes this one.
     let source = "
 import threading
@@ -148,17 +148,13 @@ os.close(fd)
 ";
     holder.script(source, json!({ "fd": fd })).expect("a thread");
     tree.lose_and_mount();
-    tree.wait_why("k", &named(&holder));
-    tree.assert_refused("k");
-    holder.kill();
-    assert_eq!(tree.wait_lost("k"), 2);
+    assert_kept_until_dead(&tree, &holder, &named(&holder));
 }
 
 #[test]
 fn a_handle_in_a_socket_keeps_the_key() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    let fd = holder.create(&tree.claim("k")).expect("free");
+    let (holder, fd) = Agent::holding(&tree.claim("k"));
     let source = "
 MAILBOXES['pair'] = socket.socketpair()
 socket.send_fds(MAILBOXES['pair'][0], [b'fd'], [fd])
@@ -166,17 +162,13 @@ os.close(fd)
 ";
     holder.script(source, json!({ "fd": fd })).expect("sent");
     tree.lose_and_mount();
-    tree.wait_why("k", "on its way through a socket of pid");
-    tree.assert_refused("k");
-    holder.kill();
-    assert_eq!(tree.wait_lost("k"), 2);
+    assert_kept_until_dead(&tree, &holder, "on its way through a socket of pid");
 }
 
 #[test]
 fn a_handle_in_a_connection_that_nobody_accepted_keeps_the_key() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    let fd = holder.create(&tree.claim("k")).expect("free");
+    let (holder, fd) = Agent::holding(&tree.claim("k"));
     let source = "
 MAILBOXES[name] = socket.socket(socket.AF_UNIX)
 MAILBOXES[name].bind(chr(0) + name)
@@ -189,10 +181,7 @@ os.close(fd)
     let name = format!("leasefs-orphans-{}", holder.pid());
     holder.script(source, json!({ "fd": fd, "name": name })).expect("sent");
     tree.lose_and_mount();
-    tree.wait_why("k", "on its way through a socket of pid");
-    tree.assert_refused("k");
-    holder.kill();
-    assert_eq!(tree.wait_lost("k"), 2);
+    assert_kept_until_dead(&tree, &holder, "on its way through a socket of pid");
 }
 
 #[test]
@@ -229,10 +218,9 @@ while os.path.exists(sys.argv[2]):
 #[test]
 fn a_second_loss_keeps_what_the_first_left() {
     let mut tree = Lost::new();
-    let (first, second) = (Agent::new(), Agent::new());
-    first.create(&tree.claim("first")).expect("free");
+    let (first, _) = Agent::holding(&tree.claim("first"));
     tree.lose_and_mount();
-    second.create(&tree.claim("second")).expect("free");
+    let (second, _) = Agent::holding(&tree.claim("second"));
     tree.lose_and_mount();
     tree.wait_why("first", &named(&first));
     tree.wait_why("second", &named(&second));
@@ -246,13 +234,10 @@ fn a_second_loss_keeps_what_the_first_left() {
 #[test]
 fn a_new_server_on_a_living_connection_orphans_nothing_and_goes_on_looking() {
     let mut tree = Lost::new();
-    let (lost, live) = (Agent::new(), Agent::new());
-    lost.create(&tree.claim("lost")).expect("free");
+    let (lost, _) = Agent::holding(&tree.claim("lost"));
     tree.lose_and_mount();
-    let fd = live.create(&tree.claim("live")).expect("free");
-    let server = tree.server_pid().expect("a server");
-    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
-    wait_for("the next server", || tree.server_pid().is_some_and(|pid| pid != server));
+    let (live, fd) = Agent::holding(&tree.claim("live"));
+    tree.kill_server();
     assert_eq!(live.epoch(fd), Ok(1));
     assert_eq!(tree.state_of("live"), "held");
     tree.wait_why("lost", &named(&lost));
@@ -265,13 +250,10 @@ fn a_new_server_on_a_living_connection_orphans_nothing_and_goes_on_looking() {
 #[test]
 fn what_came_back_is_not_orphaned_by_a_new_server() {
     let mut tree = Lost::new();
-    let holder = Agent::new();
-    holder.create(&tree.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
     tree.lose_and_mount();
     let fd = holder.create(&tree.claim("k")).expect("its own");
-    let server = tree.server_pid().expect("a server");
-    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
-    wait_for("the next server", || tree.server_pid().is_some_and(|pid| pid != server));
+    tree.kill_server();
     assert_eq!((tree.state_of("k").as_str(), holder.epoch(fd)), ("held", Ok(1)));
     holder.close(fd);
     assert_eq!(tree.state_of("k"), "free");
@@ -282,9 +264,8 @@ fn what_came_back_is_not_orphaned_by_a_new_server() {
 fn another_trees_key_of_the_same_number_is_another_key() {
     let mut tree = Lost::new();
     let other = Lost::new();
-    let (holder, stranger) = (Agent::new(), Agent::new());
-    holder.create(&tree.claim("k")).expect("free");
-    stranger.create(&other.claim("k")).expect("free");
+    let (holder, _) = Agent::holding(&tree.claim("k"));
+    let (_stranger, _) = Agent::holding(&other.claim("k"));
     let ino = |tree: &Lost| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(tree.claim("k")).expect("a key"));
     assert_eq!(ino(&tree), ino(&other), "they have the same number");
     tree.lose_and_mount();

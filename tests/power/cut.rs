@@ -12,7 +12,7 @@ use leasefs::engine::{Durability, Start};
 use leasefs::registry::sqlite::{Check, Reader, SqliteRegistry};
 use leasefs::registry::{AttemptRow, NamespaceRow};
 use leasefs::results::Results;
-use leasefs::{Config, Engine, Epoch, KeyId, NamespaceId, Now, RequestId, Ttl, verify};
+use leasefs::{Config, Engine, Epoch, KeyId, Now, Ttl, verify};
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -198,20 +198,7 @@ impl Drop for Copy {
 }
 
 fn config() -> Config {
-    let root = NamespaceRow {
-        id: NamespaceId::ROOT,
-        path: String::new(),
-        present: true,
-        made: 1,
-        mode: 0o700,
-        uid: 0,
-        gid: 0,
-        atime_ns: 0,
-        mtime_ns: 0,
-        ctime_ns: 0,
-        ttl_ms: None,
-        request: RequestId(0),
-    };
+    let root = NamespaceRow::root(0o700, 0, 0, 0);
     let ttl = Ttl::from_millis(3_600_000).expect("an hour");
     let (max_result, max_keys, max_waiters) = (1 << 20, 1_000, 1_000);
     Config { ttl, durability: Durability::Full, max_result, max_keys, max_waiters, root }

@@ -160,9 +160,7 @@ fn it_goes_on_when_the_server_is_killed_or_hangs() {
     holder.create(&mount.claim("first")).expect("free");
     let screen = Screen::leasefs(&mount, SIZE, "top");
     wait_key(&screen, "first");
-    let old = Pid::from_raw(mount.server_pid().expect("a server"));
-    kill(old, Signal::SIGKILL).expect("the server");
-    wait_for("another server", || mount.server_pid().is_some_and(|pid| pid != old.as_raw()));
+    mount.kill_server();
     holder.create(&mount.claim("second")).expect("free");
     wait_key(&screen, "second");
     // Keys are answered while the tree does not.

@@ -4,8 +4,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use libc::{LOCK_EX, LOCK_NB};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, Script};
@@ -90,9 +89,7 @@ fn it_goes_on_when_the_server_is_killed() {
             let line = script.line().expect("a line");
             assert!(line.contains(event) && line.contains(&format!("k  epoch {epoch}")), "{line}");
         }
-        let old = mount.server_pid().expect("a server");
-        kill(Pid::from_raw(old), Signal::SIGKILL).expect("the server");
-        wait_for("another server", || mount.server_pid().is_some_and(|pid| pid != old));
+        mount.kill_server();
     }
 }
 

@@ -41,19 +41,9 @@ fn s1_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
     let mut fleet = Fleet::new(&logs);
     let seed = settings.seed.wrapping_add(round << 32);
     for slot in 0..PROCESSES {
-        let job = Job {
-            role: Role::Contend,
-            root: mount.root(),
-            keys: (0..KEYS).map(|key| format!("{namespace}/k{key}")).collect(),
-            log: logs.clone(),
-            board: logs.clone(),
-            seed: seed.wrapping_add(slot + 1),
-            uid: if slot % 2 == 0 { 0 } else { 20_000 + slot as u32 },
-            nested: false,
-            ttl_ms: TTL_MS,
-            interrupted: false,
-        };
-        fleet.add(job, true);
+        let keys = (0..KEYS).map(|key| format!("{namespace}/k{key}")).collect();
+        let job = Job::new(Role::Contend, mount.root(), keys, seed.wrapping_add(slot + 1), TTL_MS);
+        fleet.add(Job { uid: if slot % 2 == 0 { 0 } else { 20_000 + slot as u32 }, ..job }, true);
     }
     let rng = StdRng::seed_from_u64(seed);
     let mut chaos = Chaos { rng, freeze_once_in: 12, freeze_ms: (1, 40), kill_once_in: 40 };
@@ -102,19 +92,7 @@ fn s1_waiters_get_the_key_in_order_of_arrival() {
     first.lock().expect("a free key");
     let waiters = 12;
     for slot in 0..waiters {
-        let job = Job {
-            role: Role::Queue,
-            root: mount.root(),
-            keys: vec!["line/k".into()],
-            log: logs.clone(),
-            board: logs.clone(),
-            seed: slot,
-            uid: 0,
-            nested: false,
-            ttl_ms: TTL_MS,
-            interrupted: false,
-        };
-        fleet.add(job, false);
+        fleet.add(Job::new(Role::Queue, mount.root(), vec!["line/k".into()], slot, TTL_MS), false);
         wait_for("one more in line", || mount.status("line/k")["waiters"].as_u64() == Some(slot + 1));
     }
     drop(first);

@@ -51,19 +51,9 @@ fn s2_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
     let mut fleet = Fleet::new(&logs);
     let seed = settings.seed.wrapping_add(round << 32);
     for slot in 0..PROCESSES {
-        let job = Job {
-            role: Role::Attempt,
-            root: mount.root(),
-            keys: (0..KEYS).chain([KEYS + slot]).map(|key| format!("{namespace}/k{key}")).collect(),
-            log: logs.clone(),
-            board: logs.clone(),
-            seed: seed.wrapping_add(slot + 1),
-            uid: SHARED_UID.min(FIRST_UID + slot as u32),
-            nested: false,
-            ttl_ms: TTL_MS,
-            interrupted: false,
-        };
-        fleet.add(job, true);
+        let keys = (0..KEYS).chain([KEYS + slot]).map(|key| format!("{namespace}/k{key}")).collect();
+        let job = Job::new(Role::Attempt, mount.root(), keys, seed.wrapping_add(slot + 1), TTL_MS);
+        fleet.add(Job { uid: SHARED_UID.min(FIRST_UID + slot as u32), ..job }, true);
     }
     let rng = StdRng::seed_from_u64(!seed);
     let mut chaos = Chaos { rng, freeze_once_in: 30, freeze_ms: (1, 500), kill_once_in: 60 };

@@ -238,17 +238,9 @@ fn s3_round(mount: &Mount, settings: &Settings, round: u64) -> Result<(), Violat
     let mut fleet = Fleet::new(&logs);
     let seed = settings.seed.wrapping_add(round << 32);
     let mut keys: Vec<String> = HOLDERS.iter().map(|(_, key, ..)| format!("{namespace}/{key}")).collect();
-    let job = |role, keys: &[String], uid, nested, salt: usize| Job {
-        role,
-        root: mount.root(),
-        keys: keys.to_vec(),
-        log: logs.clone(),
-        board: logs.clone(),
-        seed: seed.wrapping_add(salt as u64 + 1),
-        uid,
-        nested,
-        ttl_ms: TTL_MS,
-        interrupted: false,
+    let job = |role, keys: &[String], uid, nested, salt: usize| {
+        let seed = seed.wrapping_add(salt as u64 + 1);
+        Job { uid, nested, ..Job::new(role, mount.root(), keys.to_vec(), seed, TTL_MS) }
     };
     for (at, &(role, _, uid, nested, again)) in HOLDERS.iter().enumerate() {
         fleet.add(job(role, &keys[at..=at], uid, nested, at), again);

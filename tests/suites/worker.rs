@@ -42,6 +42,14 @@ pub struct Job {
     pub interrupted: bool,
 }
 
+impl Job {
+    /// Of one that runs as root. Its fleet says where it writes.
+    pub fn new(role: Role, root: PathBuf, keys: Vec<String>, seed: u64, ttl_ms: u64) -> Job {
+        let (log, board) = (PathBuf::new(), PathBuf::new());
+        Job { role, root, keys, log, board, seed, uid: 0, nested: false, ttl_ms, interrupted: false }
+    }
+}
+
 /// The state of a worker.
 pub struct Worker {
     /// What it was told.
@@ -382,7 +390,7 @@ fn lock(held: &Held, wait: bool) -> Answer {
 }
 
 /// The number in the first line; 0 if there is none.
-fn first_number(text: &str) -> u64 {
+pub fn first_number(text: &str) -> u64 {
     text.lines().next().and_then(|line| line.parse().ok()).unwrap_or(0)
 }
 

@@ -2,21 +2,19 @@
 
 use std::time::{Duration, Instant};
 
-use libc::{F_OFD_SETLKW, F_RDLCK, F_SETLKW, F_WRLCK, LOCK_EX, LOCK_SH};
+use libc::LOCK_EX;
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use crate::common::agent::{Agent, Fd, Script, count};
+use crate::common::agent::{Agent, Fd, Script, count, waits};
 use crate::common::{InTime, Mount, wait_for};
 
 /// A generous bound on what the contract gives 100 ms: a loaded machine.
 const SOON: Duration = Duration::from_secs(3);
 
 fn held(mount: &Mount) -> (Agent, Fd) {
-    let holder = Agent::new();
-    let fd = holder.create(&mount.claim("k")).expect("free key");
-    (holder, fd)
+    Agent::holding(&mount.claim("k"))
 }
 
 /// Nobody is in line, the holder is undisturbed, and the next epoch is the second.
@@ -103,15 +101,7 @@ fn a_caught_signal_ends_the_wait_with_eintr() {
     let agent = Agent::new();
     agent.call("on_signal", json!([libc::SIGUSR1, "raise"])).expect("sigaction");
     let fd = agent.handle(&mount.claim("k"));
-    let waits = [
-        ("flock", json!([fd, LOCK_EX])),
-        ("flock", json!([fd, LOCK_SH])),
-        ("lock", json!([fd, F_SETLKW, F_WRLCK])),
-        ("lock", json!([fd, F_SETLKW, F_RDLCK])),
-        ("lock", json!([fd, F_OFD_SETLKW, F_WRLCK])),
-        ("lock", json!([fd, F_OFD_SETLKW, F_RDLCK])),
-    ];
-    for (function, arguments) in waits {
+    for (function, arguments) in waits(fd) {
         agent.begin(function, arguments.clone());
         mount.wait_status("k", "it waits", |status| count(status, "waiters") == 1);
         agent.signal(Signal::SIGUSR1);

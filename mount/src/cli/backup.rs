@@ -15,7 +15,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use super::progress::Progress;
-use super::tree::{self, TreeArgs};
+use super::tree::{self, StateArgs};
 use crate::mountinfo;
 
 /// What the server has decided and not yet put into the registry, for a directory that was not left in order.
@@ -41,22 +41,19 @@ pub struct Args {
     /// A directory that does not exist, or is empty
     #[arg(value_name = "DEST")]
     pub dest: PathBuf,
-    /// State directory, for a tree that is not mounted
-    #[arg(long, value_name = "DIR")]
-    pub state: Option<PathBuf>,
-    /// The tree.
+    /// The state directory.
     #[command(flatten)]
-    pub tree: TreeArgs,
+    pub place: StateArgs,
 }
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
     check_outside(&args.dest)?;
-    let dir = tree::state_dir(args.state.as_deref(), &args.tree)?;
+    let dir = args.place.dir()?;
     // Says what is wrong where there is no registry.
     drop(tree::open_registry(&dir)?);
     let kept_off = keep_servers_off(&dir)?;
-    if kept_off.is_none() && args.state.is_some() {
+    if kept_off.is_none() && args.place.state.is_some() {
         bail!("{}: it is being served: name its tree with --root, in place of --state", dir.display());
     }
     // Of a mounted tree, finding its state directory had the server put all of it into the registry.

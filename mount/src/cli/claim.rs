@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, bail};
+use leasefs::client::{Status, handle};
 use leasefs::{Key, Ttl};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::prctl;
@@ -22,11 +23,11 @@ use serde_json::json;
 use super::holding::AgentArgs;
 use super::holding::attempt::{self, EXIT_OVER, Kept};
 use super::holding::binding::Bound;
-use super::holding::claim::{self, Patience, Refusal};
 use super::holding::holder::{self, Report};
 use super::holding::identity;
+use super::holding::take::{self, Patience, Refusal};
 use super::run::program;
-use super::tree::{Status, Tree, TreeArgs, trouble};
+use super::tree::{Tree, TreeArgs, trouble};
 use super::{EXIT_NO, complain, hold, order};
 
 /// How long another command of the same agent may take to tell its epoch.
@@ -99,6 +100,13 @@ pub struct Args {
     pub tree: TreeArgs,
 }
 
+impl Args {
+    /// How long to wait in line: zero is not at all, none is as long as it takes.
+    fn patience(&self) -> Option<Duration> {
+        if self.nonblock { Some(Duration::ZERO) } else { self.wait }
+    }
+}
+
 /// Any text a process can be known by.
 fn sentinel(text: &str) -> Result<String, String> {
     if text.trim().is_empty() { Err("empty: every process has that".to_owned()) } else { Ok(text.to_owned()) }
@@ -117,8 +125,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             Ok(ExitCode::from(super::run::EXIT_FAILURE))
         });
     }
-    let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
-    let key = tree.key(&args.key)?;
+    let (tree, key) = Tree::find_with_key(&args.tree, &args.key)?;
     let bound = args.bound.map(bind).transpose()?;
     let wanted = wanted(&args, &tree, &key, bound.as_ref());
     if let Some(code) = claim_again(&args, &tree, &key, &wanted)? {
@@ -171,7 +178,7 @@ fn wanted(args: &Args, tree: &Tree, key: &Key, bound: Option<&Bound>) -> hold::A
         root: tree.root().to_owned(),
         ttl: args.ttl,
         once: args.once,
-        wait: if args.nonblock { Some(Duration::ZERO) } else { args.wait },
+        wait: args.patience(),
         channel: -1,
         pidfd: None,
         handle: None,
@@ -229,7 +236,7 @@ fn settled(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<(Status
 }
 
 fn set_ttl(tree: &Tree, key: &Key, ttl: Ttl) -> Result<()> {
-    let set = std::fs::File::open(tree.claim(key)).and_then(|file| claim::set_ttl(&file, ttl));
+    let set = std::fs::File::open(tree.files.claim_path(key)).and_then(|file| handle::set_ttl(&file, ttl));
     match set {
         // It has just ended; the renewal will tell.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -239,7 +246,7 @@ fn set_ttl(tree: &Tree, key: &Key, ttl: Ttl) -> Result<()> {
 }
 
 fn print(args: &Args, tree: &Tree, key: &Key, epoch: u64, pid: Option<u32>, expires: Option<&str>) -> io::Result<()> {
-    let result = tree.result(key, epoch);
+    let result = tree.files.result_path(key, epoch);
     let text = if args.json {
         let agent = args.agent.name();
         let object = json!({
@@ -273,8 +280,7 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
     if let Some(name) = Path::new(name).file_name().and_then(|name| CString::new(name.as_bytes()).ok()) {
         prctl::set_name(&name)?;
     }
-    let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
-    let key = tree.key(&args.key)?;
+    let (tree, key) = Tree::find_with_key(&args.tree, &args.key)?;
     if let Some(status) = tree.status(&key)?
         && attempt::kept_for_agent(&status, args.agent.name()).is_some()
     {
@@ -284,15 +290,9 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
         ));
         return Ok(ExitCode::from(EXIT_NO));
     }
-    let patience = match args.wait {
-        _ if args.nonblock => Patience::None,
-        Some(Duration::ZERO) => Patience::None,
-        Some(limit) => Patience::limited(limit),
-        None => Patience::Endless,
-    };
     let taken = match args.once {
-        true => claim::create(&tree, key.clone(), args.ttl),
-        false => claim::take_one(&tree, key.clone(), args.ttl, patience, &[]),
+        true => take::create(&tree, key.clone(), args.ttl),
+        false => take::take_one(&tree, key.clone(), args.ttl, Patience::of(args.patience()), &[]),
     };
     let claim = match taken {
         Ok(claim) => claim,
@@ -307,8 +307,7 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
         Err(Refusal::Failed(error)) => return Err(error),
     };
     if let Some(agent) = args.agent.name() {
-        claim::set_agent(claim.file(), agent)
-            .map_err(|error| trouble(format_args!("{key}: its agent cannot be set to {agent}"), error))?;
+        claim.set_agent(agent)?;
     }
     let epoch = claim.epoch();
     let handle = claim.into_file();
@@ -319,7 +318,7 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
         .env("LEASEFS_FD", handle.as_raw_fd().to_string())
         .env("LEASEFS_KEY", key.as_str())
         .env("LEASEFS_EPOCH", epoch.to_string())
-        .env("LEASEFS_RESULT", tree.result(&key, epoch))
+        .env("LEASEFS_RESULT", tree.files.result_path(&key, epoch))
         .env("LEASEFS_ROOT", tree.root())
         .exec();
     Ok(program::Missing::of(&error).report(name))

@@ -59,7 +59,8 @@ fn read_result(input: impl Read, limit: Option<u64>) -> Result<Vec<u8>> {
 
 fn record(attempt: &Attempt, epoch: u64, result: &[u8]) -> io::Result<()> {
     let mut options = OpenOptions::new();
-    let mut file = options.write(true).create(true).truncate(true).open(attempt.tree.result(&attempt.key, epoch))?;
+    let mut file =
+        options.write(true).create(true).truncate(true).open(attempt.tree.files.result_path(&attempt.key, epoch))?;
     // A draft that could not be written whole is never published.
     file.write_all(result)?;
     file.sync_all().inspect_err(|_| spoil(&file))
@@ -74,7 +75,7 @@ fn spoil(file: &File) {
 
 fn refused(attempt: &Attempt, epoch: u64, error: io::Error) -> Result<ExitCode> {
     let Attempt { tree, key, .. } = attempt;
-    let path = tree.result(key, epoch);
+    let path = tree.files.result_path(key, epoch);
     let has_result = || path.metadata().is_ok_and(|meta| meta.permissions().readonly());
     match error.raw_os_error() {
         Some(libc::EPERM | libc::EACCES) if has_result() => {

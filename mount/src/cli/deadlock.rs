@@ -13,10 +13,11 @@ use std::path::Path;
 
 use anyhow::Result;
 use leasefs::Key;
+use leasefs::client::Status;
 
 use super::proc::{self, Pid};
 use super::show;
-use super::tree::{Status, Tree};
+use super::tree::Tree;
 
 /// Most keys looked at on the way round from one key.
 const MOST_KEYS: usize = 1_000;

@@ -18,7 +18,7 @@ mod state;
 mod trees;
 
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -180,11 +180,6 @@ fn lines(report: &Report, width: usize) -> String {
     let (failed, warned) = (count(Verdict::Fail), count(Verdict::Warn));
     text += &format!("{}, {}\n", counted(failed, "failure", "failures"), counted(warned, "warning", "warnings"));
     text
-}
-
-/// A path as it is shown.
-fn shown(path: &Path) -> String {
-    path.display().to_string()
 }
 
 #[cfg(test)]

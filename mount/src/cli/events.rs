@@ -72,7 +72,7 @@ impl Events {
     /// # Errors
     /// Those of `open(2)`, with what to do.
     pub fn open(tree: &Tree) -> Result<Events> {
-        let path = tree.control("events");
+        let path = tree.files.control_path("events");
         let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path);
         let file = file.map_err(|error| trouble(path.display(), error))?;
         Ok(Events { file, buffer: vec![0; CHUNK], rest: Vec::new() })

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::tree::{Tree, TreeArgs, trouble};
+use super::tree::{Tree, TreeArgs, never_held, trouble};
 use super::{EXIT_NO, complain, order};
 
 /// Which attempt, and why.
@@ -33,8 +33,7 @@ pub struct Args {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
-    let key = tree.key(&args.key)?;
+    let (tree, key) = Tree::find_with_key(&args.tree, &args.key)?;
     let Err(error) = order::send(&tree, "evict", &key, args.epoch, args.reason.as_deref()) else {
         return Ok(ExitCode::SUCCESS);
     };
@@ -42,9 +41,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Some(libc::ESTALE) => {
             complain(format_args!("{}; nothing was evicted", order::not_holding(&tree, &key, args.epoch)))
         }
-        Some(libc::ENOENT) => {
-            complain(format_args!("{key}: was never held: check the name, or see `leasefs ls --all`"))
-        }
+        Some(libc::ENOENT) => complain(never_held(&key)),
         Some(libc::EACCES | libc::EPERM) => complain(format_args!(
             "{key}: you may not evict its holder: ask root, the mount's owner or the owner of its namespace"
         )),

@@ -1,7 +1,6 @@
 //! `leasefs history`: every attempt of a key, read from the registry.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -13,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::show::{self, NOTHING};
 use super::table::{Column, Look, Table};
-use super::tree::{self, Tree, TreeArgs};
+use super::tree::{self, StateArgs, Tree};
 use super::{EXIT_NO, complain};
 
 /// Which key, and how to show it.
@@ -31,30 +30,27 @@ pub struct Args {
     /// One JSON object per attempt
     #[arg(long)]
     pub json: bool,
-    /// State directory, for a tree that is not mounted
-    #[arg(long, value_name = "DIR")]
-    pub state: Option<PathBuf>,
-    /// The tree.
+    /// The state directory.
     #[command(flatten)]
-    pub tree: TreeArgs,
+    pub place: StateArgs,
 }
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let (dir, key) = match &args.state {
+    let (dir, key) = match &args.place.state {
         Some(dir) => {
             let key = Key::parse(&args.key).with_context(|| format!("{}: not a key", show::plain(&args.key)))?;
             (dir.clone(), key)
         }
         None => {
-            let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
-            (tree.config()?.state_dir, tree.key(&args.key)?)
+            let (tree, key) = Tree::find_with_key(&args.place.tree, &args.key)?;
+            (tree.config()?.state_dir, key)
         }
     };
     let reader = tree::open_registry(&dir)?;
     let attempts = history(&reader, &key)?;
     if attempts.is_empty() {
-        complain(format_args!("{key}: was never held: check the name, or see `leasefs ls --all`"));
+        complain(tree::never_held(&key));
         return Ok(ExitCode::from(EXIT_NO));
     }
     let mut out = io::BufWriter::new(io::stdout().lock());

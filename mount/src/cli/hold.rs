@@ -22,9 +22,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
 
 use super::holding::binding::{Bound, Sentinel, inherit};
-use super::holding::claim::{self, Claim, Patience, Refusal};
+use super::holding::claim::Claim;
 use super::holding::holder::{self, Report};
 use super::holding::keep::{self, Liveness};
+use super::holding::take::{self, Patience, Refusal};
 use super::proc::Pid;
 use super::tree::{Tree, TreeArgs, trouble};
 use super::{EXIT_FAILURE, EXIT_NO};
@@ -153,14 +154,9 @@ fn take(args: &Args, channel: &UnixStream) -> Result<Infallible, Refused> {
     let key = tree.key(&args.key)?;
     let bound = bound(args)?;
     let until: Vec<_> = std::iter::once(channel.as_fd()).chain(bound.as_ref().map(AsFd::as_fd)).collect();
-    let patience = match args.wait {
-        Some(Duration::ZERO) => Patience::None,
-        Some(limit) => Patience::limited(limit),
-        None => Patience::Endless,
-    };
     let taken = match args.once {
-        true => claim::create(&tree, key, args.ttl),
-        false => claim::take_one(&tree, key, args.ttl, patience, &until),
+        true => take::create(&tree, key, args.ttl),
+        false => take::take_one(&tree, key, args.ttl, Patience::of(args.wait), &until),
     };
     let claim = match (taken, args.bound) {
         (Ok(claim), _) => claim,
@@ -172,8 +168,7 @@ fn take(args: &Args, channel: &UnixStream) -> Result<Infallible, Refused> {
         (Err(Refusal::Failed(error)), _) => return Err(error.into()),
     };
     if let Some(name) = &args.agent {
-        claim::set_agent(claim.file(), name)
-            .map_err(|error| trouble(format_args!("{}: its agent cannot be set to {name}", args.key), error))?;
+        claim.set_agent(name)?;
     }
     let args = Args { epoch: Some(claim.epoch()), handle: Some(claim.file().as_raw_fd()), ..args.clone() };
     for fd in [Some(claim.file().as_fd()), Some(channel.as_fd()), bound.as_ref().map(AsFd::as_fd)].into_iter().flatten()

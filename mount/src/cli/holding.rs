@@ -1,17 +1,21 @@
 //! Holding keys from a command, and acting on what one holds: shared by the commands that do.
 //!
-//! [`claim`] takes, waits and renews. An attempt that outlives its command is kept by a process of its own
-//! (`leasefs hold`): [`binding`] and [`keep`] say how long, [`holder`] starts it and finds it again. [`attempt`] decides which
-//! attempt a later command means, and [`identity`] gives it the proofs.
+//! [`take`] takes keys, [`in_line`] waits for one, of which [`mention`] tells whoever looks on; a [`claim`] is one that is
+//! held and renewed. An attempt that outlives its command is kept by a process of its own (`leasefs hold`): [`binding`] and
+//! [`keep`] say how long, [`holder`] starts it and finds it again. [`attempt`] decides which attempt a later command means,
+//! and [`identity`] gives it the proofs.
 
+mod alarm;
 pub mod attempt;
 pub mod binding;
 pub mod claim;
 pub mod holder;
 pub mod identity;
+mod in_line;
 pub mod keep;
+mod mention;
+pub mod take;
 pub mod time;
-pub mod waiting;
 
 use leasefs::agent;
 

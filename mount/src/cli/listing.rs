@@ -5,10 +5,11 @@ use std::io;
 
 use anyhow::Result;
 use leasefs::Key;
+use leasefs::client::Status;
 
 use super::complain;
 use super::show;
-use super::tree::{Status, Tree, trouble};
+use super::tree::{Tree, trouble};
 
 /// What a walk found.
 #[derive(Debug, Default)]

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anstyle::{AnsiColor, Style};
 use anyhow::Result;
+use leasefs::client::Status;
 
 use super::complain;
 use super::deadlock;
@@ -12,7 +13,7 @@ use super::listing::{self, Listing};
 use super::progress::Progress;
 use super::show::{self, NOTHING};
 use super::table::{Column, Look, Table};
-use super::tree::{Status, Tree, TreeArgs};
+use super::tree::{Tree, TreeArgs};
 
 /// What to list.
 #[derive(clap::Args, Debug)]
@@ -54,7 +55,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut out = io::BufWriter::new(io::stdout().lock());
     if args.json {
         for status in &found {
-            writeln!(out, "{}", status.json)?;
+            writeln!(out, "{}", status.json())?;
         }
     } else if !found.is_empty() {
         table(&found).write(&mut out, Look::of_stdout())?;

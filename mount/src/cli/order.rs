@@ -8,6 +8,7 @@ use std::io::{self, Write};
 use leasefs::Key;
 use serde::Serialize;
 
+use super::show;
 use super::tree::{self, Tree};
 
 /// What `.leasefs/control` reads.
@@ -57,12 +58,23 @@ fn is_by(why: &str, pid: u32) -> bool {
     by.starts_with("by ") && by.rsplit(' ').next() == Some(pid.to_string().as_str())
 }
 
-/// Sends any order. One order is one write, and its return is the answer.
+/// Sends an order that may be carried out twice.
 ///
 /// # Errors
 /// Those of writing, by which the server refuses.
-pub fn send_text(tree: &Tree, order: &str) -> io::Result<()> {
-    let mut control = OpenOptions::new().write(true).open(tree.control("control"))?;
+pub fn send_repeatable(tree: &Tree, order: &str) -> io::Result<()> {
+    loop {
+        match send_text(tree, order) {
+            // Nobody is told of a signal and lives, so the server was replaced: the next one is to do what is left.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            sent => return sent,
+        }
+    }
+}
+
+/// Sends any order. One order is one write, and its return is the answer.
+fn send_text(tree: &Tree, order: &str) -> io::Result<()> {
+    let mut control = OpenOptions::new().write(true).open(tree.files.control_path("control"))?;
     match control.write(format!("{order}\n").as_bytes())? {
         length if length > order.len() => Ok(()),
         _ => Err(io::Error::new(io::ErrorKind::WriteZero, "the order was cut short")),
@@ -73,7 +85,7 @@ pub fn send_text(tree: &Tree, order: &str) -> io::Result<()> {
 pub fn not_holding(tree: &Tree, key: &Key, epoch: u64) -> String {
     let now = match tree.status(key) {
         Ok(Some(status)) if status.is_open() => format!("it is {}, its newest epoch is {}", status.state, status.epoch),
-        Ok(Some(status)) => format!("epoch {} is {}", status.epoch, status.in_the_way()),
+        Ok(Some(status)) => format!("epoch {} is {}", status.epoch, show::in_the_way(&status)),
         _ => "its holder is not known".to_owned(),
     };
     format!("{key}: epoch {epoch} does not hold it: {now}")

@@ -8,9 +8,8 @@ use std::fs;
 use std::num::ParseIntError;
 use std::str::FromStr;
 
+use leasefs::client::Status;
 use nix::unistd::{SysconfVar, sysconf};
-
-use super::tree::Status;
 
 /// `PF_KTHREAD` in field 9 of `/proc/PID/stat`: a thread of the kernel.
 const PF_KTHREAD: u64 = 0x0020_0000;

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::io::{self, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -22,11 +22,11 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::backup::keep_servers_off;
-use super::order::send_text as send;
+use super::order;
 use super::progress::Progress;
 use super::show;
 use super::table::{Column, Look, Table};
-use super::tree::{self, Tree, TreeArgs, trouble};
+use super::tree::{self, StateArgs, Tree, trouble};
 use super::{EXIT_NO, complain};
 
 /// What to take away, and of which tree.
@@ -57,12 +57,9 @@ pub struct Args {
     /// One JSON object
     #[arg(long)]
     pub json: bool,
-    /// State directory, for a tree that is not mounted
-    #[arg(long, value_name = "DIR")]
-    pub state: Option<PathBuf>,
-    /// The tree.
+    /// The state directory.
     #[command(flatten)]
-    pub tree: TreeArgs,
+    pub place: StateArgs,
 }
 
 /// What `.leasefs/control` reads.
@@ -85,13 +82,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if bounds.is_none() {
         bail!("prune: no bound is given: say --completed-older D, --attempts-over N, or both");
     }
-    let (listed, went) = match &args.state {
+    let (listed, went) = match &args.place.state {
         Some(dir) => prune_directory(dir, &bounds, args.dry_run)?,
         None => {
-            let tree = match Tree::find(&args.tree, &[]) {
-                Ok(tree) => tree,
-                Err(error) => bail!("{error:#}, or give a state directory with --state"),
-            };
+            let tree = args.place.find_tree()?;
             let listed = look(&tree.config()?.state_dir, &bounds)?;
             if args.dry_run {
                 (listed.clone(), listed)
@@ -169,20 +163,14 @@ fn order_it(tree: &Tree, order: &str) -> io::Result<()> {
                 }
             });
         }
-        let sent = loop {
-            match send(tree, order) {
-                // Nobody is told of a signal and lives, so the server was replaced: it goes on with what is left.
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                sent => break sent,
-            }
-        };
+        let sent = order::send_repeatable(tree, order);
         drop(done);
         sent
     })
 }
 
 fn pruned_so_far(tree: &Tree) -> u64 {
-    let metrics = fs::read_to_string(tree.control("metrics")).unwrap_or_default();
+    let metrics = fs::read_to_string(tree.files.control_path("metrics")).unwrap_or_default();
     let value = metrics.lines().find_map(|line| line.strip_prefix("leasefs_pruned_attempts_total "));
     value.and_then(|value| value.parse().ok()).unwrap_or(0)
 }

@@ -7,11 +7,11 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use leasefs::Key;
+use leasefs::client::Status;
 
 use super::listing::{self, Listing};
-use super::order::send_text as send;
-use super::tree::{Status, Tree, TreeArgs, trouble};
-use super::{EXIT_NO, complain, show};
+use super::tree::{Tree, TreeArgs, trouble};
+use super::{EXIT_NO, complain, order, show};
 
 /// Which tree.
 #[derive(clap::Args, Debug)]
@@ -37,7 +37,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let Listing { found: all, shut } = listing::walk(&tree, "", &mut |_| {})?;
     let orphaned: Vec<Status> = all.into_iter().filter(|status| status.orphaned_why.is_some()).collect();
     if !args.dry_run
-        && let Err(error) = order(&tree)
+        && let Err(error) = order::send_repeatable(&tree, r#"{"op":"reap"}"#)
     {
         return refused(&tree, error);
     }
@@ -68,25 +68,14 @@ pub fn run(args: Args) -> Result<ExitCode> {
 /// What became of a key that was orphaned.
 fn freed(before: &Status, now: Option<&Status>) -> String {
     let Some(now) = now else { return "freed".to_owned() };
-    let json: serde_json::Value = serde_json::from_str(&now.json).unwrap_or_default();
     let is_same = now.epoch == before.epoch && before.state != "shared";
-    match (is_same, now.state.as_str(), now.outcome.as_deref(), json["why"].as_str()) {
+    match (is_same, now.state.as_str(), now.outcome.as_deref(), now.why.as_deref()) {
         (true, "free" | "shared" | "finished", Some(outcome), Some(why)) => {
             format!("freed: {outcome}: {}", show::plain(why))
         }
         (true, "held", ..) => "its holder has it back".to_owned(),
         (true, "reporting", ..) => "its holder is gone, and a draft of its result keeps it".to_owned(),
         _ => format!("freed: it is {} now, at epoch {}", now.state, now.epoch),
-    }
-}
-
-fn order(tree: &Tree) -> io::Result<()> {
-    loop {
-        match send(tree, r#"{"op":"reap"}"#) {
-            // Nobody is told of a signal and lives, so the server was replaced, and the next is to look.
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            sent => return sent,
-        }
     }
 }
 

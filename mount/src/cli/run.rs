@@ -13,8 +13,9 @@ use leasefs::{Key, Ttl};
 
 use super::complain;
 use super::holding::AgentArgs;
-use super::holding::claim::{self, Claim, Patience, Refusal};
-use super::tree::{Tree, TreeArgs, trouble};
+use super::holding::claim::Claim;
+use super::holding::take::{self, Patience, Refusal};
+use super::tree::{Tree, TreeArgs};
 use guard::Rules;
 
 mod child;
@@ -120,13 +121,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
             asked.push(key);
         }
     }
-    let patience = match args.wait {
-        _ if args.nonblock => Patience::None,
-        Some(Duration::ZERO) => Patience::None,
-        Some(limit) => Patience::limited(limit),
-        None => Patience::Endless,
-    };
-    let mut claims = match claim::take_all(&tree, &asked, args.ttl, patience) {
+    let patience = Patience::of(if args.nonblock { Some(Duration::ZERO) } else { args.wait });
+    let mut claims = match take::take_all(&tree, &asked, args.ttl, patience) {
         Ok(claims) => claims,
         Err(Refusal::Held(why)) => {
             complain(format_args!("{why}: nothing was run"));
@@ -140,8 +136,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     if let Some(name) = args.agent.name() {
         for claim in &claims {
-            claim::set_agent(claim.file(), name)
-                .map_err(|error| trouble(format_args!("{}: its agent cannot be set to {name}", claim.key()), error))?;
+            claim.set_agent(name)?;
         }
     }
 
@@ -160,7 +155,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Ok(child::End::NotStarted(missing)) => Ok(missing.report(name)),
         Err(error) => Err(error),
     };
-    claim::give_back(claims);
+    take::give_back(claims);
     outcome
 }
 
@@ -174,7 +169,7 @@ fn set_environment(command: &mut Command, tree: &Tree, asked: &[Key], claims: &[
     command
         .env("LEASEFS_KEY", lines(&|claim| claim.key().as_str().into()))
         .env("LEASEFS_EPOCH", lines(&|claim| claim.epoch().to_string().into()))
-        .env("LEASEFS_RESULT", lines(&|claim| tree.result(claim.key(), claim.epoch()).into()))
+        .env("LEASEFS_RESULT", lines(&|claim| tree.files.result_path(claim.key(), claim.epoch()).into()))
         .env("LEASEFS_ROOT", tree.root())
         // One that came from a run around this one means nothing to the command.
         .env_remove("LEASEFS_FD");

@@ -1,5 +1,5 @@
-//! How values are shown to a person: ages, times, commands. JSON output does not pass through here; tables are in
-//! [`super::table`].
+//! How values are shown to a person: ages, times, commands, who holds a key. JSON output does not pass through here; tables
+//! are in [`super::table`].
 //!
 //! Notes and commands come from other users, so nothing in them may reach the terminal as a control character.
 
@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::fmt::Write as _;
 
 use jiff::Timestamp;
+use leasefs::client::Status;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// Longest note or command in a table, in columns of the terminal.
@@ -59,6 +60,30 @@ pub fn cell(text: &str) -> String {
     clip(&shown, CELL_WIDTH).into_owned()
 }
 
+/// Who is in the way and for how long: `held by pid 7 (make), uid 0, agent planner, for 3s`.
+pub fn in_the_way(status: &Status) -> String {
+    let mut text = match (&status.holder, status.state.as_str()) {
+        (Some(holder), _) => {
+            let agent = status.agent.as_deref().map(|name| format!(", agent {}", cell(name)));
+            format!(
+                "{} by pid {} ({}), uid {}{}",
+                status.state,
+                holder.pid,
+                cell(&holder.command),
+                holder.uid,
+                agent.unwrap_or_default()
+            )
+        }
+        (None, "shared") => format!("shared by {}", status.sharers),
+        (None, "free") if status.waiters > 0 => format!("promised to the first of {} waiting", status.waiters),
+        (None, state) => state.to_owned(),
+    };
+    if let Some(since_ms) = status.since.as_deref().and_then(parse_ms) {
+        text += &format!(", for {}", span(now_ms() - since_ms));
+    }
+    text
+}
+
 /// How many columns of a terminal a text takes.
 pub fn width(text: &str) -> usize {
     UnicodeWidthStr::width(text)
@@ -106,6 +131,12 @@ mod tests {
         assert_eq!(plain("a\x1b[2J\nb"), "a\\u{1b}[2J\\nb");
         assert_eq!(cell(""), NOTHING);
         assert_eq!(width(&cell(&"é".repeat(100))), CELL_WIDTH);
+    }
+
+    #[test]
+    fn who_is_in_the_way_is_told_on_one_line() {
+        let text = r#"{"key":"k","state":"held","epoch":3,"holder":{"pid":7,"uid":0,"gid":0,"command":"make\nall"}}"#;
+        assert_eq!(in_the_way(&text.parse().expect("a status")), "held by pid 7 (make\\nall), uid 0");
     }
 
     #[test]

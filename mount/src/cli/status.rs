@@ -4,11 +4,12 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use anyhow::Result;
+use leasefs::client::status::{Sharing, Status, Waiting};
 use leasefs::{Key, Ttl};
 
 use super::deadlock;
 use super::show;
-use super::tree::{Sharing, Status, Tree, TreeArgs, Waiting};
+use super::tree::{Tree, TreeArgs};
 use super::{EXIT_NO, complain};
 
 /// Which key, and how to show it.
@@ -28,15 +29,11 @@ pub struct Args {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
-    let key = tree.key(&args.key)?;
-    let Some(status) = tree.status(&key)? else {
-        complain(format_args!("{key}: was never held: check the name, or see `leasefs ls --all`"));
-        return Ok(ExitCode::from(EXIT_NO));
-    };
+    let (tree, key) = Tree::find_with_key(&args.tree, &args.key)?;
+    let Some(status) = tree.status_of_known(&key)? else { return Ok(ExitCode::from(EXIT_NO)) };
     let mut out = io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", status.json)?;
+        writeln!(out, "{}", status.json())?;
     } else {
         write_block(&mut out, &tree, &key, &status)?;
         if let Some(ring) = deadlock::ring_through(&tree, &key) {
@@ -91,7 +88,7 @@ fn write_block(out: &mut impl Write, tree: &Tree, key: &Key, status: &Status) ->
         line("outcome", &format!("{outcome} (of the newest attempt that ended)"))?;
     }
     if let Some(result) = &status.result {
-        let path = tree.result(key, result.epoch);
+        let path = tree.files.result_path(key, result.epoch);
         line("result", &format!("{} ({} bytes, {})", path.display(), result.size, result.committed))?;
     }
     Ok(())

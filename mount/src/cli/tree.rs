@@ -1,19 +1,22 @@
-//! The mounted tree as the commands see it: where it is, what a KEY argument means, what `status/KEY` says.
+//! The mounted tree as the commands see it: where it is, what a KEY argument means, and in which words they say what is
+//! wrong with either.
 //!
-//! Commands use the tree as any other program does, through its files; only `history` and `verify` look behind it.
+//! Commands use the tree as any other program does, through its files, of which [`client`] knows. Those that look behind
+//! it read the registry of its state directory.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
 use leasefs::Key;
+use leasefs::client::{self, Status};
 use leasefs::registry::sqlite::Reader;
 use nix::errno::Errno;
 use nix::unistd::{AccessFlags, access};
 use serde::Deserialize;
 
-use super::show;
+use super::{complain, show};
 use crate::failure::{self, Failure};
 use crate::mountinfo;
 
@@ -25,10 +28,43 @@ pub struct TreeArgs {
     pub root: Option<PathBuf>,
 }
 
+/// Which state directory is meant.
+#[derive(clap::Args, Debug)]
+pub struct StateArgs {
+    /// State directory, for a tree that is not mounted
+    #[arg(long, value_name = "DIR")]
+    pub state: Option<PathBuf>,
+    /// The tree.
+    #[command(flatten)]
+    pub tree: TreeArgs,
+}
+
+impl StateArgs {
+    /// The directory: as given, else of the mounted tree.
+    ///
+    /// # Errors
+    /// No tree is found, or it does not say.
+    pub fn dir(&self) -> Result<PathBuf> {
+        match &self.state {
+            Some(dir) => Ok(dir.clone()),
+            None => Ok(self.find_tree()?.config()?.state_dir),
+        }
+    }
+
+    /// The mounted tree, where no directory is given.
+    ///
+    /// # Errors
+    /// None is found: then a directory is to be given.
+    pub fn find_tree(&self) -> Result<Tree> {
+        Tree::find(&self.tree, &[]).map_err(|error| anyhow!("{error:#}, or give a state directory with --state"))
+    }
+}
+
 /// A mounted tree.
 #[derive(Clone)]
 pub struct Tree {
-    root: PathBuf,
+    /// Its files.
+    pub files: client::Tree,
 }
 
 /// `.leasefs/config`, as far as commands need it.
@@ -39,165 +75,6 @@ pub struct Config {
     /// Most bytes a result may have.
     #[serde(default)]
     pub max_result: Option<u64>,
-}
-
-/// `status/KEY`: contract §2.
-#[derive(Clone, Debug, Deserialize)]
-pub struct Status {
-    /// The line it was read from.
-    #[serde(skip)]
-    pub json: String,
-    /// The key.
-    pub key: String,
-    /// `free`, `held`, `shared`, `reporting`, `orphaned` or `finished`.
-    pub state: String,
-    /// The newest epoch; 0 before the first.
-    pub epoch: u64,
-    /// Who holds it, or none.
-    #[serde(default)]
-    pub holder: Option<Holder>,
-    /// Start of the present state's attempt, RFC 3339.
-    #[serde(default)]
-    pub since: Option<String>,
-    /// Last renewal, RFC 3339.
-    #[serde(default)]
-    pub renewed: Option<String>,
-    /// End of the TTL, RFC 3339.
-    #[serde(default)]
-    pub expires: Option<String>,
-    /// Time to live in milliseconds.
-    #[serde(default)]
-    pub ttl_ms: Option<u64>,
-    /// `create` or `lock`.
-    #[serde(default)]
-    pub via: Option<String>,
-    /// Locks waiting in line.
-    #[serde(default)]
-    pub waiters: u64,
-    /// The first hundred of them, in order.
-    #[serde(default)]
-    pub line: Vec<Waiting>,
-    /// Holders of shared locks.
-    #[serde(default)]
-    pub sharers: u64,
-    /// The first hundred of them.
-    #[serde(default)]
-    pub sharing: Vec<Sharing>,
-    /// The holder's note.
-    #[serde(default)]
-    pub note: Option<String>,
-    /// The agent that it works for.
-    #[serde(default)]
-    pub agent: Option<String>,
-    /// How the newest ended attempt ended.
-    #[serde(default)]
-    pub outcome: Option<String>,
-    /// Why an orphaned key is not free yet.
-    #[serde(default)]
-    pub orphaned_why: Option<String>,
-    /// The newest committed result.
-    #[serde(default)]
-    pub result: Option<Committed>,
-}
-
-/// The process that holds a key.
-#[derive(Clone, Debug, Deserialize)]
-pub struct Holder {
-    /// Process id, as the server sees it; 0 where it does not.
-    pub pid: u32,
-    /// When it started, in clock ticks since boot: tells it from a later process of the same number.
-    #[serde(default)]
-    pub start_time: u64,
-    /// User id.
-    pub uid: u32,
-    /// Group id.
-    pub gid: u32,
-    /// Its command.
-    #[serde(default)]
-    pub command: String,
-}
-
-/// A process in line.
-#[derive(Clone, Debug, Deserialize)]
-pub struct Waiting {
-    /// Process id, as the server sees it; 0 where it does not.
-    pub pid: u32,
-    /// When it started, in clock ticks since boot.
-    pub start_time: u64,
-    /// User id.
-    pub uid: u32,
-    /// Its command.
-    pub command: String,
-    /// Since when it waits, RFC 3339.
-    pub since: String,
-    /// `exclusive` or `shared`.
-    pub mode: String,
-}
-
-/// A process that has a shared lock.
-#[derive(Clone, Debug, Deserialize)]
-pub struct Sharing {
-    /// Process id, as the server sees it; 0 where it does not.
-    pub pid: u32,
-    /// When it started, in clock ticks since boot.
-    pub start_time: u64,
-    /// User id.
-    #[allow(dead_code, reason = "for whoever looks for the process itself")]
-    pub uid: u32,
-    /// Its command.
-    pub command: String,
-}
-
-/// A committed result.
-#[derive(Clone, Debug, Deserialize)]
-pub struct Committed {
-    /// The attempt it is of.
-    pub epoch: u64,
-    /// Bytes.
-    pub size: u64,
-    /// When, RFC 3339.
-    pub committed: String,
-}
-
-impl Status {
-    /// Reads the status an open `status/KEY` has now.
-    pub fn read(mut file: &File) -> io::Result<Status> {
-        let mut text = String::new();
-        file.read_to_string(&mut text)?;
-        let line = text.trim_end();
-        let mut status: Status = serde_json::from_str(line)?;
-        status.json = line.to_owned();
-        Ok(status)
-    }
-
-    /// Nobody holds it and no draft keeps it.
-    pub fn is_open(&self) -> bool {
-        matches!(self.state.as_str(), "free" | "finished")
-    }
-
-    /// Who is in the way and for how long: `held by pid 7 (make), uid 0, agent planner, for 3s`.
-    pub fn in_the_way(&self) -> String {
-        let mut text = match (&self.holder, self.state.as_str()) {
-            (Some(holder), _) => {
-                let agent = self.agent.as_deref().map(|name| format!(", agent {}", show::cell(name)));
-                format!(
-                    "{} by pid {} ({}), uid {}{}",
-                    self.state,
-                    holder.pid,
-                    show::cell(&holder.command),
-                    holder.uid,
-                    agent.unwrap_or_default()
-                )
-            }
-            (None, "shared") => format!("shared by {}", self.sharers),
-            (None, "free") if self.waiters > 0 => format!("promised to the first of {} waiting", self.waiters),
-            (None, state) => state.to_owned(),
-        };
-        if let Some(since_ms) = self.since.as_deref().and_then(show::parse_ms) {
-            text += &format!(", for {}", show::span(show::now_ms() - since_ms));
-        }
-        text
-    }
 }
 
 impl Tree {
@@ -216,42 +93,29 @@ impl Tree {
     }
 
     fn at(root: &Path) -> Result<Tree> {
-        match fs::metadata(root.join(".leasefs/version")) {
-            Ok(_) => {
-                let root = fs::canonicalize(root).with_context(|| root.display().to_string())?;
-                Ok(Tree { root })
+        match client::Tree::at(root).and_then(client::Tree::canonical) {
+            Ok(files) => Ok(Tree { files }),
+            Err(client::Error::NotATree(_)) => bail!(Failure::NoTree { path: failure::shown(root) }),
+            Err(client::Error::Io { source, .. }) if source.raw_os_error() == Some(libc::EACCES) => {
+                bail!(Failure::TreeShut { path: failure::shown(root) })
             }
-            Err(error) => match error.raw_os_error() {
-                Some(libc::ENOENT | libc::ENOTDIR) => bail!(Failure::NoTree { path: failure::shown(root) }),
-                Some(libc::EACCES) => bail!(Failure::TreeShut { path: failure::shown(root) }),
-                _ => Err(trouble(root.display(), error)),
-            },
+            Err(error) => Err(told(root.display(), error)),
         }
+    }
+
+    /// The tree, and the key that a KEY argument means in it.
+    ///
+    /// # Errors
+    /// As [`Tree::find`] and [`Tree::key`].
+    pub fn find_with_key(args: &TreeArgs, text: &str) -> Result<(Tree, Key)> {
+        let tree = Tree::find(args, &[text.to_owned()])?;
+        let key = tree.key(text)?;
+        Ok((tree, key))
     }
 
     /// The mountpoint, absolute.
     pub fn root(&self) -> &Path {
-        &self.root
-    }
-
-    /// `claims/KEY`.
-    pub fn claim(&self, key: &Key) -> PathBuf {
-        self.root.join("claims").join(key.as_str())
-    }
-
-    /// `results/KEY/EPOCH`.
-    pub fn result(&self, key: &Key, epoch: u64) -> PathBuf {
-        self.root.join("results").join(key.as_str()).join(epoch.to_string())
-    }
-
-    /// `status/PATH`.
-    pub fn status_path(&self, path: &str) -> PathBuf {
-        self.root.join("status").join(path)
-    }
-
-    /// `.leasefs/NAME`.
-    pub fn control(&self, name: &str) -> PathBuf {
-        self.root.join(".leasefs").join(name)
+        self.files.root()
     }
 
     /// A KEY argument: a path below `claims/`, or its absolute path.
@@ -265,7 +129,7 @@ impl Tree {
         if !text.starts_with('/') {
             return Ok(text.to_owned());
         }
-        let claims = self.root.join("claims");
+        let claims = self.root().join("claims");
         let path = Path::new(text);
         // The mountpoint may have been reached through a symlink; the key itself need not exist.
         let resolved = || Some(fs::canonicalize(path.parent()?).ok()?.join(path.file_name()?));
@@ -280,25 +144,37 @@ impl Tree {
     }
 
     /// Opens `status/KEY`; none if there never was such a key.
+    ///
+    /// # Errors
+    /// Those of the tree.
     pub fn open_status(&self, key: &Key) -> Result<Option<File>> {
-        match File::open(self.status_path(key.as_str())) {
-            Ok(file) if file.metadata().is_ok_and(|meta| meta.is_dir()) => Err(no_key(key)),
-            Ok(file) => Ok(Some(file)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(trouble(key, error)),
-        }
+        self.files.open_status(key).map_err(|error| told(key, error))
     }
 
     /// Reads `status/KEY`; none if there never was such a key.
+    ///
+    /// # Errors
+    /// It is a namespace; those of the tree.
     pub fn status(&self, key: &Key) -> Result<Option<Status>> {
-        let Some(file) = self.open_status(key)? else { return Ok(None) };
-        Status::read(&file).map(Some).map_err(|error| trouble(key, error))
+        self.files.status(key).map_err(|error| told(key, error))
+    }
+
+    /// As [`Tree::status`], and says it where there never was such a key.
+    ///
+    /// # Errors
+    /// As [`Tree::status`].
+    pub fn status_of_known(&self, key: &Key) -> Result<Option<Status>> {
+        let status = self.status(key)?;
+        if status.is_none() {
+            complain(never_held(key));
+        }
+        Ok(status)
     }
 
     /// Reads `.leasefs/config`, and has the server record what it decided so far, so that whoever goes on to read the
     /// registry finds it there.
     pub fn config(&self) -> Result<Config> {
-        let path = self.control("config");
+        let path = self.files.control_path("config");
         let read = || {
             let mut file = fs::File::open(&path)?;
             file.sync_all()?;
@@ -306,17 +182,6 @@ impl Tree {
         };
         let text = read().map_err(|error| trouble(path.display(), error))?;
         serde_json::from_str(&text).with_context(|| path.display().to_string())
-    }
-}
-
-/// The state directory: as given, else of the mounted tree.
-pub fn state_dir(given: Option<&Path>, tree: &TreeArgs) -> Result<PathBuf> {
-    match given {
-        Some(dir) => Ok(dir.to_owned()),
-        None => match Tree::find(tree, &[]) {
-            Ok(tree) => Ok(tree.config()?.state_dir),
-            Err(error) => Err(anyhow!("{error:#}, or give a state directory with --state")),
-        },
     }
 }
 
@@ -341,8 +206,17 @@ pub fn trouble(subject: impl std::fmt::Display, error: io::Error) -> anyhow::Err
     }
 }
 
-fn no_key(subject: impl std::fmt::Display) -> anyhow::Error {
-    anyhow!(Failure::IsNamespace { subject: subject.to_string() })
+/// What the client library says about `subject`, in the commands' words.
+fn told(subject: impl std::fmt::Display, error: client::Error) -> anyhow::Error {
+    match error {
+        client::Error::Io { source, .. } => trouble(subject, source),
+        other => anyhow!(other),
+    }
+}
+
+/// Of a key that never was.
+pub fn never_held(key: &Key) -> String {
+    format!("{key}: was never held: check the name, or see `leasefs ls --all`")
 }
 
 /// Picks one of the mounts.
@@ -385,19 +259,15 @@ mod tests {
 
     #[test]
     fn an_absolute_path_below_claims_names_a_key() {
-        let tree = Tree { root: PathBuf::from("/mnt/a") };
-        assert_eq!(tree.key("/mnt/a/claims/t/k").expect("key").as_str(), "t/k");
+        let dir = tempfile::tempdir().expect("a directory");
+        // No tree is mounted there, but it has the file that one is known by.
+        fs::create_dir_all(dir.path().join(".leasefs/version")).expect("made");
+        let tree = Tree::at(dir.path()).expect("a tree");
+        let below = |path: &str| tree.root().join(path).to_str().expect("UTF-8").to_owned();
+        assert_eq!(tree.key(&below("claims/t/k")).expect("key").as_str(), "t/k");
         assert_eq!(tree.key("t/k").expect("key").as_str(), "t/k");
-        for bad in ["/mnt/a/status/k", "/mnt/a/claims", "/etc/passwd", "a//b", "../x", ""] {
+        for bad in [&below("status/k"), &below("claims"), "/etc/passwd", "a//b", "../x", ""] {
             assert!(tree.key(bad).is_err(), "{bad:?}");
         }
-    }
-
-    #[test]
-    fn a_status_may_gain_fields_and_lack_the_optional_ones() {
-        let text = r#"{"key":"k","state":"held","epoch":3,"holder":{"pid":7,"start_time":1,"uid":0,"gid":0,"command":"make\nall"},"new":1}"#;
-        let status: Status = serde_json::from_str(text).expect("parses");
-        assert_eq!(status.in_the_way(), "held by pid 7 (make\\nall), uid 0");
-        assert!(!status.is_open());
     }
 }

@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -16,7 +16,7 @@ use serde_json::json;
 use super::EXIT_NO;
 use super::progress::Progress;
 use super::show;
-use super::tree::{self, TreeArgs};
+use super::tree::{self, StateArgs};
 
 /// What to verify.
 #[derive(clap::Args, Debug)]
@@ -26,18 +26,15 @@ Times in the registry are of the wall clock. What only they show is a remark, si
 
 Exit codes: 0 all invariants hold; 1 some do not; 2 bad usage or failure.")]
 pub struct Args {
-    /// State directory, for a tree that is not mounted
-    #[arg(long, value_name = "DIR")]
-    pub state: Option<PathBuf>,
     /// Count as a violation also what a step of the wall clock could explain
     #[arg(long)]
     pub strict: bool,
     /// One JSON object
     #[arg(long)]
     pub json: bool,
-    /// The tree.
+    /// The state directory.
     #[command(flatten)]
-    pub tree: TreeArgs,
+    pub place: StateArgs,
 }
 
 /// What was looked at, and what was found.
@@ -52,7 +49,7 @@ struct Report {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let dir = tree::state_dir(args.state.as_deref(), &args.tree)?;
+    let dir = args.place.dir()?;
     let report = examine(&dir)?;
     let is_broken =
         !report.damage.is_empty() || report.violations.iter().any(|violation| args.strict || !violation.by_clock);

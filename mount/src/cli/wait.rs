@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use leasefs::Key;
+use leasefs::client::Status;
 use nix::poll::PollFlags;
 
 use super::events::{Events, parse, sleep};
-use super::tree::{Status, Tree, TreeArgs, trouble};
-use super::{EXIT_NO, complain};
+use super::tree::{Tree, TreeArgs, trouble};
+use super::{EXIT_NO, complain, show};
 
 /// What to wait for.
 #[derive(clap::Args, Debug)]
@@ -40,13 +41,12 @@ pub struct Args {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
-    let key = tree.key(&args.key)?;
+    let (tree, key) = Tree::find_with_key(&args.tree, &args.key)?;
     let deadline = args.wait.map(|wait| Instant::now() + wait);
     match until(&tree, &key, args.result, deadline)? {
         Done::Open => Ok(ExitCode::SUCCESS),
         Done::Result(epoch) => {
-            writeln!(io::stdout().lock(), "{}", tree.result(&key, epoch).display())?;
+            writeln!(io::stdout().lock(), "{}", tree.files.result_path(&key, epoch).display())?;
             Ok(ExitCode::SUCCESS)
         }
         Done::TimeOver(last) => {
@@ -76,7 +76,7 @@ fn until(tree: &Tree, key: &Key, for_result: bool, deadline: Option<Instant>) ->
         if let Some(done) = is_done(status, for_result) {
             return Ok(done);
         }
-        let last = status.map_or_else(|| "was never held".to_owned(), Status::in_the_way);
+        let last = status.map_or_else(|| "was never held".to_owned(), show::in_the_way);
         let in_time = match seen {
             Some((file, status)) if status.epoch > 0 => sleep(file.as_fd(), PollFlags::POLLPRI, deadline)?,
             // A key without an attempt has no lasting status to poll. Its events are heard from before the next look.

@@ -11,6 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use leasefs::Key;
+use leasefs::client::Status;
 use leasefs::time::rfc3339;
 use serde_json::{Value, json};
 
@@ -18,7 +19,7 @@ use super::deadlock;
 use super::proc::{self, Pid};
 use super::show::{self, NOTHING};
 use super::table::{Column, Look, Table};
-use super::tree::{Status, Tree, TreeArgs};
+use super::tree::{Tree, TreeArgs};
 use super::{EXIT_NO, complain};
 use scan::{Answer, Handle, Scan};
 
@@ -128,12 +129,8 @@ pub fn look(tree: &Tree, key: &Key, status: &Status) -> Result<Found> {
 
 /// Carries the command out.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let tree = Tree::find(&args.tree, std::slice::from_ref(&args.key))?;
-    let key = tree.key(&args.key)?;
-    let Some(status) = tree.status(&key)? else {
-        complain(format_args!("{key}: was never held: check the name, or see `leasefs ls --all`"));
-        return Ok(ExitCode::from(EXIT_NO));
-    };
+    let (tree, key) = Tree::find_with_key(&args.tree, &args.key)?;
+    let Some(status) = tree.status_of_known(&key)? else { return Ok(ExitCode::from(EXIT_NO)) };
     let mut found = look(&tree, &key, &status)?;
     if !args.all {
         found.people.retain(|person| person.how != How::Open);
@@ -148,7 +145,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if status.is_open() {
         complain(format_args!("{key}: nobody holds it: it is {}, its newest epoch is {}", status.state, status.epoch));
     } else if let Some(remark) = &found.remark {
-        complain(format_args!("{key}: {}: {remark}", status.in_the_way()));
+        complain(format_args!("{key}: {}: {remark}", show::in_the_way(&status)));
     }
     if found.unseen > 0 {
         complain(format_args!("{} could not be looked into: run as root", processes_of_others(found.unseen)));

@@ -15,13 +15,11 @@ use std::path::Path;
 
 use nix::errno::Errno;
 
+use super::fdinfo::FdInfo;
+use super::sight::blindness;
 use crate::dead_mount::Connections;
 use crate::mountinfo;
 
-/// The initial pid namespace, in which every process can be seen.
-const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
-/// `CAP_SYS_PTRACE` in `CapEff`.
-const CAP_SYS_PTRACE: u64 = 1 << 19;
 /// `KCMP_FILES`: whether two threads have one table of descriptors.
 const KCMP_FILES: libc::c_int = 2;
 /// What the link of a ring's descriptor says.
@@ -95,40 +93,6 @@ pub fn look(asked: &HashMap<u64, String>, connections: &Connections) -> Look {
     look
 }
 
-/// What keeps this process from seeing every other, if anything does.
-fn blindness() -> Option<String> {
-    let unseen = || Some("other pid namespaces cannot be seen".to_owned());
-    match fs::read_link("/proc/self/ns/pid") {
-        Ok(namespace) if namespace.as_os_str() == INITIAL_PID_NAMESPACE => {}
-        _ => return unseen(),
-    }
-    // Another namespace's /proc does not have us, or not by this number.
-    if fs::read_link("/proc/self").ok()?.as_os_str() != std::process::id().to_string().as_str() {
-        return unseen();
-    }
-    let hidden = || Some("/proc is mounted with hidepid, which hides processes".to_owned());
-    match hides_processes() {
-        Ok(false) => None,
-        Ok(true) | Err(_) => hidden(),
-    }
-}
-
-/// Whether `/proc` leaves processes out for us.
-fn hides_processes() -> io::Result<bool> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo")?;
-    let Some(proc) = mounts.lines().rfind(|line| line.split(' ').nth(4) == Some("/proc")) else { return Ok(true) };
-    let option = proc.rsplit(' ').next().unwrap_or_default().split(',').find_map(|o| o.strip_prefix("hidepid="));
-    if matches!(option, None | Some("0" | "off")) {
-        return Ok(false);
-    }
-    let status = fs::read_to_string("/proc/self/status")?;
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let effective = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
-    let whole = "0 0 4294967295";
-    let initial = fs::read_to_string("/proc/self/uid_map")?.split_ascii_whitespace().collect::<Vec<_>>().join(" ");
-    Ok(effective & CAP_SYS_PTRACE == 0 || initial != whole)
-}
-
 /// Processes and threads begun since boot.
 fn forks() -> Option<u64> {
     let stat = fs::read_to_string("/proc/stat").ok()?;
@@ -162,47 +126,6 @@ fn is_one_table(one: u32, other: u32) -> Option<bool> {
         order if order > 0 => Some(false),
         _ => None,
     }
-}
-
-/// The lines of a descriptor's `fdinfo` that matter here.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct FdInfo {
-    ino: u64,
-    /// Descriptors that wait in a socket, or in the connections it has not accepted.
-    in_socket: u64,
-    /// The names of files registered with a ring.
-    in_ring: Vec<Vec<u8>>,
-    /// It lists its registered files. A ring that is busy right now does not.
-    is_listed: bool,
-}
-
-impl FdInfo {
-    fn parse(text: &str) -> FdInfo {
-        let number = |name: &str| {
-            let value = text.lines().find_map(|line| line.strip_prefix(name));
-            value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
-        };
-        let is_listed = text.lines().any(|line| line.starts_with("UserFiles:"));
-        let after = text.lines().skip_while(|line| !line.starts_with("UserFiles:")).skip(1);
-        let files = after.map_while(|line| line.trim_start().split_once(": ")).filter(|(number, _)| is_number(number));
-        FdInfo {
-            ino: number("ino:"),
-            in_socket: number("scm_fds:"),
-            in_ring: files.map(|(_, path)| name_of(path)).collect(),
-            is_listed,
-        }
-    }
-}
-
-fn is_number(text: &str) -> bool {
-    text.parse::<u64>().is_ok()
-}
-
-/// The name of a file by the path the kernel shows.
-fn name_of(path: &str) -> Vec<u8> {
-    let path = mountinfo::unescape(path.trim_end().as_bytes()).into_os_string().into_encoded_bytes();
-    let path = path.strip_suffix(b" (deleted)").unwrap_or(&path);
-    path.rsplit(|byte| *byte == b'/').next().unwrap_or_default().to_vec()
 }
 
 struct Looking<'a> {
@@ -334,19 +257,6 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-
-    #[test]
-    fn what_matters_of_a_descriptor_is_read() {
-        let file = "pos:\t0\nflags:\t02\nmnt_id:\t42\nino:\t4611686018427387905\n";
-        assert_eq!(FdInfo::parse(file), FdInfo { ino: 4 << 60 | 1, ..FdInfo::default() });
-        let socket = "pos:\t0\nflags:\t02000002\nmnt_id:\t10\nino:\t27\nscm_fds: 3\n";
-        assert_eq!(FdInfo::parse(socket), FdInfo { ino: 27, in_socket: 3, ..FdInfo::default() });
-        let ring = "pos:\t0\nSqMask:\t0x7\nUserFiles:\t3\n    0: /claims/a\\040b\\040(deleted)\n    1: <none>\n    2: k\n\
-                    UserBufs:\t1\n    0: 0x7f/4096\n";
-        let ring = FdInfo::parse(ring);
-        assert_eq!(ring.in_ring, [b"a b".as_slice(), b"<none>", b"k"]);
-        assert!(ring.is_listed && !FdInfo::parse(file).is_listed);
-    }
 
     #[test]
     fn only_what_carries_nothing_is_passed_over() {

@@ -3,6 +3,7 @@
 use leasefs::metrics::Outside;
 
 use super::*;
+use crate::rig::is_by_order;
 
 impl Game {
     /// Ends all faults, and judges.

@@ -8,14 +8,12 @@ use std::path::PathBuf;
 use nix::unistd::geteuid;
 
 use super::Check;
-use super::processes::Privileges;
 use crate::failure::Failure;
 use crate::kernel_mount;
+use crate::privileges::{CAP_SYS_ADMIN, Privileges};
 
 /// The first kernel that sends again what a server left unanswered.
 const RESEND: (u32, u32) = (6, 9);
-/// `CAP_SYS_ADMIN`.
-const CAP_SYS_ADMIN: u32 = 21;
 
 /// Looks at the machine.
 pub fn examine() -> Vec<Check> {

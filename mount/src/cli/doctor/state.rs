@@ -11,7 +11,8 @@ use nix::sys::statfs::statfs;
 use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{AccessFlags, access, geteuid};
 
-use super::{Check, shown};
+use super::Check;
+use crate::failure::shown;
 
 /// How long a filesystem may take to say what it is.
 const PATIENCE: Duration = Duration::from_secs(5);

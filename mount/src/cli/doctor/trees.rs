@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
+use super::Check;
 use super::look::{self, PATIENCE, Seen};
-use super::{Check, shown};
 use crate::failure::Failure;
+use crate::failure::shown;
 use crate::kernel_mount;
 use crate::mountinfo::{FS_TYPE, Mounted, mounts};
 

@@ -9,12 +9,13 @@ use std::process::ExitCode;
 
 use anyhow::{Result, anyhow, bail};
 use leasefs::Key;
+use leasefs::client::Status;
 
 use super::AgentArgs;
 use super::holder::{self, Keeper};
 use super::identity;
 use crate::cli::proc::Pid;
-use crate::cli::tree::{Status, Tree, TreeArgs, trouble};
+use crate::cli::tree::{Tree, TreeArgs, never_held, trouble};
 use crate::cli::{complain, hold, order, show};
 
 /// The attempt is over, and nothing was changed: `EX_TEMPFAIL`, as when `leasefs run` loses its lease.
@@ -60,8 +61,7 @@ impl OwnArgs {
     /// # Errors
     /// Bad usage, no tree, or an attempt that is not proven to be the caller's: then its number is to be given.
     pub fn find(&self) -> Result<Attempt> {
-        let tree = Tree::find(&self.tree, std::slice::from_ref(&self.key))?;
-        let key = tree.key(&self.key)?;
+        let (tree, key) = Tree::find_with_key(&self.tree, &self.key)?;
         let given = self.epoch.map_or_else(|| from_environment(&key), |epoch| Ok(Some(epoch)))?;
         let epoch = match given {
             Some(epoch) => Some(epoch),
@@ -84,7 +84,7 @@ impl Attempt {
                 complain(format_args!("{}; nothing was changed", order::not_holding(&self.tree, &self.key, epoch)));
                 Ok(ExitCode::from(EXIT_OVER))
             }
-            Some(libc::ENOENT) => bail!("{}: was never held: check the name, or see `leasefs ls --all`", self.key),
+            Some(libc::ENOENT) => bail!(never_held(&self.key)),
             Some(libc::EACCES | libc::EPERM) => {
                 bail!("{}: epoch {epoch} is another user's: only its own uid or root may {op} it", self.key)
             }
@@ -112,9 +112,7 @@ fn epoch_among(keys: Option<&str>, epochs: &str, key: &Key) -> Result<Option<u64
 
 /// The number of the attempt that a holder process keeps for the caller. None, said, if the key is not held.
 fn kept_for_caller(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<u64>> {
-    let Some(status) = tree.status(key)?.filter(|status| status.epoch > 0) else {
-        bail!("{key}: was never held: check the name, or see `leasefs ls --all`")
-    };
+    let Some(status) = tree.status(key)?.filter(|status| status.epoch > 0) else { bail!(never_held(key)) };
     if status.is_open() {
         let outcome = status.outcome.as_deref().unwrap_or("over");
         complain(format_args!("{key}: nobody holds it: epoch {} is {outcome}; nothing was changed", status.epoch));
@@ -128,7 +126,7 @@ fn kept_for_caller(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option
     bail!(
         "{key}: epoch {} is {}: not proven to be yours: give --epoch {} if that is the attempt you were told",
         status.epoch,
-        status.in_the_way(),
+        show::in_the_way(&status),
         status.epoch
     )
 }

@@ -12,12 +12,12 @@ use std::{env, fs};
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
+use leasefs::client::Status;
 use serde::{Deserialize, Serialize};
 
 use super::binding::Bound;
 use crate::cli::hold;
 use crate::cli::proc::Pid;
-use crate::cli::tree::Status;
 use crate::cli::{self, Cli};
 
 /// What `ps` calls it.

@@ -9,13 +9,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use anyhow::Result;
+use leasefs::client::{Status, handle};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::binding::{Bound, Sentinel};
-use super::claim::{Claim, Renewal, lock_at_once};
+use super::claim::{Claim, Renewal};
 use super::time::{Timer, boot_now};
-use crate::cli::tree::{Status, Tree};
+use crate::cli::tree::Tree;
 use crate::cli::{order, show};
 
 /// Between two attempts to reach a tree that does not answer.
@@ -159,8 +160,8 @@ fn standing(tree: &Tree, claim: &mut Claim, ends_at: &mut Duration) -> Result<St
 
 /// Opens and locks the key again, as the process that holds it: it is given the same attempt.
 fn take_back(tree: &Tree, claim: &Claim) -> Option<Claim> {
-    let file = OpenOptions::new().read(true).write(true).open(tree.claim(claim.key())).ok()?;
-    lock_at_once(&file).ok()?;
+    let file = OpenOptions::new().read(true).write(true).open(tree.files.claim_path(claim.key())).ok()?;
+    handle::try_lock(&file).ok()?;
     // Another epoch would be a lease that nobody asked for; it ends here.
     Claim::adopt(tree, claim.key().clone(), file).ok().filter(|again| again.epoch() == claim.epoch())
 }

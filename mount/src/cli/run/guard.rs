@@ -27,6 +27,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::Duration;
 
+use leasefs::client::Status;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -42,7 +43,7 @@ use super::program::Missing;
 use crate::cli::complain;
 use crate::cli::holding::claim::{Claim, Renewal};
 use crate::cli::holding::time::{Timer, boot_now};
-use crate::cli::tree::{Status, Tree};
+use crate::cli::tree::Tree;
 
 /// What the guard is called in `ps` and `top`.
 const NAME: &CStr = c"leasefs-guard";

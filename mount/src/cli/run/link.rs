@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use leasefs::client::Status;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
@@ -22,7 +23,6 @@ use super::program::Missing;
 use crate::cli::holding::claim::Claim;
 use crate::cli::holding::time::boot_now;
 use crate::cli::show;
-use crate::cli::tree::Status;
 
 /// Longest message, in bytes.
 const LONGEST: usize = 256;

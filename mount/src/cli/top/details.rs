@@ -1,15 +1,16 @@
 //! The part of the screen that tells everything about the selected key.
 
+use leasefs::client::Status;
 use ratatui::Frame;
 use ratatui::layout::Rect;
 use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Paragraph, Wrap};
 
-use super::model::{Entry, Model};
+use super::entry::Entry;
+use super::model::Model;
 use crate::cli::ls;
 use crate::cli::show::{self, NOTHING, clip, width};
-use crate::cli::tree::Status;
 
 /// Most of those in line that are named.
 const IN_LINE: usize = 20;

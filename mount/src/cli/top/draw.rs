@@ -7,7 +7,8 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph, Wrap};
 
 use super::details;
-use super::model::{Column, Entry, Model};
+use super::entry::{Column, Entry};
+use super::model::Model;
 use crate::cli::show::{self, clip, width};
 use crate::cli::table::{self, Table};
 

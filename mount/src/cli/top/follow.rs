@@ -12,16 +12,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use leasefs::Key;
+use leasefs::client::Status;
 use parking_lot::Mutex;
 
-use super::model::Entry;
+use super::entry::Entry;
 use super::start;
 use crate::cli::deadlock::{self, Ring};
 use crate::cli::events::{self, Events};
 use crate::cli::listing;
 use crate::cli::proc::{self, Pid};
 use crate::cli::show;
-use crate::cli::tree::{Status, Tree};
+use crate::cli::tree::Tree;
 use crate::cli::who;
 
 /// Between two readings of what events name.

@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use fuser::INodeNo;
+use leasefs::client::Status;
 use leasefs::{Epoch, Key};
 use nix::errno::Errno;
 
 use crate::cli::proc::{self, Pid, Stat};
-use crate::cli::tree::{Status, Tree, trouble};
+use crate::cli::tree::{Tree, trouble};
 use crate::ino::Node;
 use crate::ioctl::LEASEFS_IOC_HOLDS;
 use crate::mountinfo;
@@ -119,7 +120,7 @@ struct Looking {
 
 impl Looking {
     fn of(tree: &Tree, key: &Key, status: &Status) -> Result<Looking> {
-        let path = tree.status_path(key.as_str());
+        let path = tree.files.status_path(key);
         let ino = fs::symlink_metadata(&path).map_err(|error| trouble(key, error))?.ino();
         let Some(Node::Status(id)) = Node::of(INodeNo(ino)) else {
             return Err(anyhow!("{key}: its status has no number of a status file: use the `leasefs` that serves it"));

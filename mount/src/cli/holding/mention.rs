@@ -10,11 +10,11 @@ use std::thread;
 use std::time::Duration;
 
 use leasefs::Key;
+use leasefs::client::Status;
 use nix::unistd::getpgrp;
 
-use crate::cli::complain;
-use crate::cli::deadlock;
-use crate::cli::tree::{Status, Tree};
+use crate::cli::tree::Tree;
+use crate::cli::{complain, deadlock, show};
 
 /// When it is said where there is no terminal, counted from the beginning; from then on at each multiple of the last.
 const TIMES: [Duration; 4] =
@@ -138,7 +138,7 @@ fn sentence(key: &Key, status: &Status, pid: u32) -> String {
         .iter()
         .position(|place| place.pid == pid)
         .map_or_else(String::new, |index| format!(", {} of {} in line", ordinal(index + 1), status.waiters));
-    format!("{key}: {}: waiting{place}", status.in_the_way())
+    format!("{key}: {}: waiting{place}", show::in_the_way(status))
 }
 
 fn ordinal(number: usize) -> String {
@@ -196,8 +196,7 @@ mod tests {
             let text = format!(
                 r#"{{"key":"job","state":"held","epoch":3,"waiters":12,"holder":{{"pid":7,"uid":0,"gid":0,"command":"make"}}{line}}}"#
             );
-            let status: Status = serde_json::from_str(&text).expect("a status");
-            sentence(&key, &status, 9)
+            sentence(&key, &text.parse().expect("a status"), 9)
         };
         assert_eq!(told(""), "job: held by pid 7 (make), uid 0: waiting");
         let place = |pid| {

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +14,7 @@ use leasefs::{Key, Ttl};
 use super::listing;
 use super::progress::Progress;
 use super::show;
-use super::tree::{self, Tree, TreeArgs};
+use super::tree::{self, StateArgs, Tree};
 use super::{EXIT_NO, complain};
 use plan::{Bar, Plan, Row, Wait};
 
@@ -44,12 +43,9 @@ pub struct Args {
     /// How far back, as in 90s or 24h
     #[arg(long, value_name = "D", value_parser = super::time_span)]
     pub since: Option<Ttl>,
-    /// State directory, for a tree that is not mounted
-    #[arg(long, value_name = "DIR")]
-    pub state: Option<PathBuf>,
-    /// The tree.
+    /// The state directory.
     #[command(flatten)]
-    pub tree: TreeArgs,
+    pub place: StateArgs,
 }
 
 /// Carries the command out.
@@ -58,10 +54,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
         bail!("timeline: writes SVG, which no terminal shows: send it to a file, as in `leasefs timeline > now.svg`");
     }
     let progress = Progress::new("waiting for the tree", None);
-    let (dir, tree) = match &args.state {
+    let (dir, tree) = match &args.place.state {
         Some(dir) => (dir.clone(), None),
         None => {
-            let tree = Tree::find(&args.tree, &args.keys)?;
+            let tree = Tree::find(&args.place.tree, &args.keys)?;
             (tree.config()?.state_dir, Some(tree))
         }
     };

@@ -110,6 +110,26 @@ pub struct NamespaceRow {
     pub request: RequestId,
 }
 
+impl NamespaceRow {
+    /// The root of a new state directory, made at this time in nanoseconds since the Unix epoch.
+    pub fn root(mode: u32, uid: u32, gid: u32, made_ns: i64) -> NamespaceRow {
+        NamespaceRow {
+            id: NamespaceId::ROOT,
+            path: String::new(),
+            present: true,
+            made: 1,
+            mode,
+            uid,
+            gid,
+            atime_ns: made_ns,
+            mtime_ns: made_ns,
+            ctime_ns: made_ns,
+            ttl_ms: None,
+            request: RequestId(0),
+        }
+    }
+}
+
 /// A key as it is stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyRow {

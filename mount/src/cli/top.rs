@@ -1,9 +1,8 @@
 //! `leasefs top`: the keys that are held, as they are now, on a terminal.
 //!
-//! [`model`] is what is known and how it is ordered, [`draw`] what of it fits on a screen, [`details`] the part of that
-//! about one key, [`follow`] what finds it out:
-//! threads of its own ask the tree, so a tree that hangs leaves the screen and its keys at work. Here keys, news and the
-//! clock meet.
+//! [`entry`] is one key and what its columns show, [`model`] all that is known and in which order, [`draw`] what of it fits
+//! on a screen, [`details`] the part of that about one key, [`follow`] what finds it out: threads of its own ask the tree,
+//! so a tree that hangs leaves the screen and its keys at work. Here keys, news and the clock meet.
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
@@ -20,11 +19,13 @@ use super::listing;
 use super::progress::Progress;
 use super::table::{Look, wants_colour};
 use super::tree::{Tree, TreeArgs};
+use entry::Column;
 use follow::{Follower, News};
-use model::{Column, Model};
+use model::Model;
 
 mod details;
 mod draw;
+mod entry;
 mod follow;
 mod model;
 
