@@ -92,6 +92,8 @@ pub struct KeyEntry {
     armed_ns: Option<u64>,
     /// The uid that the live attempt counts against.
     counted: Option<u32>,
+    /// It counts among the shared ones.
+    shared: bool,
     /// Open claim handles.
     opens: usize,
     /// Why what is orphaned is not free yet, for people.
@@ -109,6 +111,8 @@ struct Inner {
     waiting: Waiting,
     held_by_uid: HashMap<u32, usize>,
     held: usize,
+    /// Keys with shared locks.
+    shared: usize,
     batch: Batch,
     /// An empty one, for the memory it has.
     spare: Batch,
@@ -342,6 +346,7 @@ impl KeyEntry {
             changed: 0,
             armed_ns: None,
             counted: None,
+            shared: false,
             opens: 0,
             orphaned_why: None,
         }

@@ -138,6 +138,8 @@ pub struct Gauges {
     pub oldest_wait: Duration,
     /// Keys held or shared by whoever lost its connection.
     pub orphaned: usize,
+    /// Keys that shared locks are on.
+    pub shared: usize,
     /// Keys that only a draft keeps.
     pub reporting: usize,
     /// Keys that ever were.

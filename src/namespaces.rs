@@ -180,16 +180,20 @@ impl Namespaces {
     }
 
     /// The present namespaces and the keys that have a file in `claims/`, in order of their cookies, after `after`.
-    pub fn list_files(&self, parent: NamespaceId, after: u64) -> Vec<Node> {
-        let Some(namespace) = self.all.get(&parent) else { return Vec::new() };
-        let files = namespace.files.range(KeyId(after / 2)..).copied().map(Node::Key);
-        let below = namespace.order.range(after + 1..).map(|(_, node)| *node).filter(|node| match node {
-            Node::Namespace(id) => self.all.get(id).is_some_and(|namespace| namespace.row.present),
-            Node::Key(_) => false,
-        });
-        let mut nodes: Vec<Node> = files.filter(|node| node.cookie() > after).chain(below).collect();
-        nodes.sort_by_key(|node| node.cookie());
-        nodes
+    pub fn list_files(&self, parent: NamespaceId, after: u64) -> impl Iterator<Item = Node> + '_ {
+        let namespace = self.all.get(&parent);
+        let files = namespace.into_iter().flat_map(move |namespace| namespace.files.range(KeyId(after / 2)..));
+        let mut files = files.copied().map(Node::Key).filter(move |node| node.cookie() > after).peekable();
+        let below = namespace.into_iter().flat_map(move |namespace| namespace.order.range(after + 1..));
+        let is_present = |id: &NamespaceId| self.all.get(id).is_some_and(|namespace| namespace.row.present);
+        let below = below.map(|(_, node)| *node);
+        let mut below = below.filter(move |node| matches!(node, Node::Namespace(id) if is_present(id))).peekable();
+        // Nothing more than is taken: whoever lists very many takes a piece at a time.
+        std::iter::from_fn(move || match (files.peek(), below.peek()) {
+            (Some(file), Some(namespace)) if file.cookie() < namespace.cookie() => files.next(),
+            (Some(_), None) => files.next(),
+            _ => below.next(),
+        })
     }
 
     /// Notes whether a key has a file in `claims/`.
@@ -256,7 +260,7 @@ impl Namespaces {
 
     /// Whether a namespace may be removed: no present namespace and no key's file in it.
     pub fn is_empty(&self, id: NamespaceId) -> bool {
-        self.list_files(id, 0).is_empty()
+        self.list_files(id, 0).next().is_none()
     }
 
     /// Whether anything was ever made in it.

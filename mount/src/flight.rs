@@ -17,7 +17,9 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail};
+use foldhash::HashMap;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap};
+use parking_lot::Mutex;
 
 pub use record::Record;
 use record::Slot;
@@ -84,7 +86,11 @@ struct Table {
 }
 
 /// The mapped recorder.
-pub struct Flight(NonNull<Table>);
+pub struct Flight {
+    table: NonNull<Table>,
+    /// Since when requests wait that a server before had parked, by their number: its places are found in no order.
+    before: Mutex<HashMap<u64, u32>>,
+}
 
 // SAFETY: all of the table is atomics, and the mapping lasts as long as the process.
 unsafe impl Send for Flight {}
@@ -126,7 +132,7 @@ impl Flight {
         let at =
             unsafe { mmap(None, size, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0) };
         let at: NonNull<c_void> = at.context("flight recorder")?;
-        let flight = Flight(at.cast());
+        let flight = Flight { table: at.cast(), before: Mutex::default() };
         let magic = &flight.table().magic;
         match magic.compare_exchange(0, MAGIC, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) | Err(MAGIC) => Ok(flight),
@@ -136,7 +142,7 @@ impl Flight {
 
     fn table(&self) -> &Table {
         // SAFETY: the mapping has the table's size and is never unmapped; zeroes are valid atomics, and page-aligned.
-        unsafe { self.0.as_ref() }
+        unsafe { self.table.as_ref() }
     }
 
     /// Whether the kernel has been told what was negotiated: whether there is a connection to take over.
@@ -182,7 +188,7 @@ impl Flight {
         let record = newest.unwrap_or(Record { unique, ..Record::default() });
         let start = (unique / 2) as usize;
         // Only the thread that handles requests parks them, so that what is free stays free.
-        let mut since = 0;
+        let mut since = self.before.lock().get(&unique).copied().unwrap_or(0);
         let free = (0..PARKED).map(|step| (start + step) % PARKED).find(|slot| {
             let slot = &table.parked[*slot];
             let number = slot.unique();
@@ -200,7 +206,9 @@ impl Flight {
 
     /// It was answered.
     pub fn unpark(&self, place: Place) {
-        self.table().parked[place.0].clear();
+        let slot = &self.table().parked[place.0];
+        self.before.lock().remove(&slot.unique());
+        slot.clear();
     }
 
     /// What a killed server was handling gets a strike, unless `blameless`. To be called once by each new server.
@@ -272,10 +280,11 @@ impl Flight {
         table.saved_length.store(message.len() as u64, Ordering::Release);
     }
 
-    /// Who waits.
+    /// Who waits. Of those who are parked again it is known from then on since when, until they are taken away here.
     pub fn parked(&self) -> Vec<Place> {
-        let slots = self.table().parked.iter().enumerate();
-        slots.filter(|(_, slot)| slot.unique() != 0).map(|(place, _)| Place(place)).collect()
+        let slots = || self.table().parked.iter().enumerate().filter(|(_, slot)| slot.unique() != 0);
+        self.before.lock().extend(slots().map(|(_, slot)| (slot.unique(), slot.since())));
+        slots().map(|(place, _)| Place(place)).collect()
     }
 
     /// Counts one pass of a kill point, over all servers of the connection; the first is 1.
@@ -351,11 +360,22 @@ mod tests {
     #[test]
     fn a_request_that_is_parked_again_has_waited_since_it_was_first() {
         const SECOND: u64 = 1_000_000_000;
-        let (first, second) = servers();
+        let memory = memfd_create("flight", MFdFlags::MFD_CLOEXEC).expect("memfd");
+        let server = || Flight::open(memory.try_clone().expect("fd")).expect("a server");
+        let (first, second) = (server(), server());
         let parked = |server: &Flight, now_ns| server.park(6, now_ns).expect("room");
         let waits = |seconds| parked(&second, seconds * SECOND).1 / SECOND;
         assert_eq!(parked(&first, 7 * SECOND).1, 7 * SECOND);
         assert_eq!((waits(9), waits(12)), (7, 7), "however often");
+        // As servers take over: parked again first, and the places of the one before taken away then.
+        for seconds in 13..20 {
+            let server = server();
+            let before = server.parked();
+            let others = [10, 12, 14].map(|unique| server.park(unique, seconds * SECOND).expect("room").1 / SECOND);
+            assert_eq!(parked(&server, seconds * SECOND).1 / SECOND, 7, "however many servers");
+            assert_eq!(others, [13; 3], "nor do others stand in the way");
+            before.into_iter().for_each(|place| server.unpark(place));
+        }
         assert_eq!(second.park(8, 12 * SECOND).map(|(_, since_ns)| since_ns), Some(12 * SECOND), "another has not");
         second.parked().into_iter().for_each(|place| second.unpark(place));
         assert_eq!(waits(13), 13, "it was answered");

@@ -138,10 +138,18 @@ impl Status {
     ///
     /// # Errors
     /// Those of `read(2)`; [`io::ErrorKind::InvalidData`] for what is no status.
-    pub fn read(mut file: &File) -> io::Result<Status> {
-        let mut text = String::new();
-        file.rewind()?;
-        file.read_to_string(&mut text)?;
+    pub fn read(file: &File) -> io::Result<Status> {
+        // One line, so there is nothing after its end: whoever reads very many of them does not ask again each time.
+        let (mut text, mut buffer) = (Vec::new(), [0; 8 * 1024]);
+        while !text.ends_with(b"\n") {
+            match file.read_at(&mut buffer, text.len() as u64) {
+                Ok(0) => break,
+                Ok(length) => text.extend_from_slice(&buffer[..length]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let text = String::from_utf8(text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         Ok(text.parse()?)
     }
 

@@ -35,6 +35,7 @@ impl Inner {
             waiting: Waiting::default(),
             held_by_uid: HashMap::default(),
             held: 0,
+            shared: 0,
             batch: Batch::new(1),
             spare: Batch::default(),
             settled: 0,
@@ -383,6 +384,11 @@ impl Inner {
                 self.held += 1;
             }
             entry.counted = uid;
+        }
+        let shared = !entry.state.sharers.is_empty();
+        if shared != entry.shared {
+            entry.shared = shared;
+            self.shared = if shared { self.shared + 1 } else { self.shared - 1 };
         }
         self.namespaces.set_file(entry.namespace, id, entry.state.has_file());
     }

@@ -73,6 +73,7 @@ impl Engine {
             waiting: inner.waiting.len(),
             oldest_wait: Duration::from_nanos(oldest.unwrap_or(0)),
             orphaned: inner.orphans.len(),
+            shared: inner.shared,
             reporting: alive.filter(|entry| entry.state.state(now) == State::Reporting).count(),
             keys: inner.keys.len(),
             free_bytes,

@@ -79,6 +79,7 @@ impl Metrics {
         text.sample("server_restarts_total", "", outside.restarts);
         text.gauge("held", "Keys held, kept by a draft, or orphaned.", gauges.held);
         text.gauge("orphaned", "Keys held or shared by whoever lost its connection.", gauges.orphaned);
+        text.gauge("shared", "Keys that shared locks are on.", gauges.shared);
         text.gauge("reporting", "Keys that only a draft of a result keeps.", gauges.reporting);
         text.gauge("drafts", "Results that are open for writing.", outside.drafts);
         text.gauge("waiting", "Lock requests in line.", gauges.waiting);

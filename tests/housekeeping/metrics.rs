@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use libc::{LOCK_EX, LOCK_NB};
+use libc::{LOCK_EX, LOCK_NB, LOCK_SH};
 use nix::errno::Errno;
 
 use crate::common::agent::Agent;
@@ -219,6 +219,31 @@ fn results_drafts_and_what_they_keep_are_counted() {
     let metrics = Metrics::of(&mount);
     let gauges = ["held", "reporting", "drafts"].map(|name| metrics.get(&format!("leasefs_{name}")));
     assert_eq!(gauges, [0.0, 0.0, 0.0]);
+}
+
+#[test]
+fn shared_keys_are_counted_and_not_their_locks() {
+    let mount = Mount::new();
+    let (one, other) = (Agent::new(), Agent::new());
+    let shared = || Metrics::of(&mount).get("leasefs_shared");
+    let [first, second] = [&one, &other].map(|agent| {
+        let handle = agent.handle(&mount.claim("k"));
+        agent.flock(handle, LOCK_SH).expect("free");
+        handle
+    });
+    assert_eq!(shared(), 1.0);
+    let server = mount.server_pid().expect("a server");
+    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
+    wait_for("another answers", || mount.server_pid().is_some_and(|pid| pid != server));
+    assert_eq!(shared(), 1.0);
+    one.close(first);
+    assert_eq!(shared(), 1.0);
+    other.flock(second, LOCK_EX | LOCK_NB).expect("its own share is not in its way");
+    assert_eq!((shared(), Metrics::of(&mount).get("leasefs_held")), (0.0, 1.0));
+    other.flock(second, LOCK_SH).expect("a downgrade");
+    assert_eq!((shared(), Metrics::of(&mount).get("leasefs_held")), (1.0, 0.0));
+    other.close(second);
+    wait_for("nobody shares it", || shared() == 0.0);
 }
 
 #[test]

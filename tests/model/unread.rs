@@ -92,7 +92,7 @@ type Listing = (Vec<Node>, Vec<Node>);
 /// What is in a namespace, and which of it has a file.
 fn listing(rig: &Rig, dir: usize) -> Listing {
     let id = dir_id(rig, dir);
-    let all = rig.engine.look_into(id, |tree, _| (tree.list(id, 0).collect(), tree.list_files(id, 0)));
+    let all = rig.engine.look_into(id, |tree, _| (tree.list(id, 0).collect(), tree.list_files(id, 0).collect()));
     all.expect("keys can be read")
 }
 

@@ -32,6 +32,41 @@ fn agents_and_the_longest_wait_are_columns_where_there_are_any() {
 }
 
 #[test]
+fn all_that_is_not_free_is_listed_and_with_all_the_rest() {
+    let mount = Mount::new();
+    let (holder, reader, waiter) = (Agent::new(), Agent::new(), Agent::new());
+    std::fs::create_dir(mount.claim("team")).expect("a namespace");
+    assert_ok(&mount.leasefs(&["run", "team/free", "free", "--", "true"]));
+    assert_ok(&mount.leasefs(&["run", "team/done", "--", "sh", "-c", ": >$LEASEFS_RESULT"]));
+    holder.create(&mount.claim("team/held")).expect("free");
+    let listed = |args: &[&str]| {
+        let text = stdout(&mount.leasefs(args));
+        let mut keys: Vec<_> =
+            text.lines().map(|line| json_of(line)["key"].as_str().expect("a key").to_owned()).collect();
+        keys.sort();
+        keys
+    };
+    assert_eq!(listed(&["ls", "--json"]), ["team/done", "team/held"]);
+    // What is shared alone has no file in claims/, also where somebody waits for it.
+    let handle = reader.handle(&mount.claim("team/shared"));
+    reader.flock(handle, libc::LOCK_SH).expect("free");
+    waiter.begin_flock(waiter.handle(&mount.claim("team/shared")), libc::LOCK_EX);
+    mount.wait_status("team/shared", "waited for", |status| count(status, "waiters") == 1);
+    assert_eq!(listed(&["ls", "--json"]), ["team/done", "team/held", "team/shared"]);
+    assert_eq!(listed(&["ls", "--json", "team/s"]), ["team/shared"]);
+    assert_eq!(listed(&["ls", "--json", "--all", "team/f"]), ["team/free"]);
+    let all = ["free", "team/done", "team/free", "team/held", "team/shared"];
+    assert_eq!(listed(&["ls", "--json", "--all"]), all);
+    reader.close(handle);
+    waiter.answer().expect("granted");
+    assert_eq!(listed(&["ls", "--json"]), ["team/done", "team/held", "team/shared"]);
+}
+
+fn json_of(line: &str) -> serde_json::Value {
+    serde_json::from_str(line).expect("JSON")
+}
+
+#[test]
 fn a_table_fits_the_terminal_and_is_coloured_there() {
     let mount = Mount::new();
     let holder = Agent::new();

@@ -28,6 +28,25 @@ pub fn walk(tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<
     walk_through("status", tree, prefix, seen)
 }
 
+/// The same of the keys that somebody has or waits for, and of the finished ones: not of those that are free, of which there
+/// may be very many more. Others may be among them.
+///
+/// # Errors
+/// As above.
+pub fn walk_used(tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Result<Listing> {
+    // What is only shared has no file. Whoever waits, waits for a key that is held or shared.
+    match shared_keys(tree) {
+        Some(0) => walk_files(tree, prefix, seen),
+        _ => walk(tree, prefix, seen),
+    }
+}
+
+/// How many keys are shared; none where the server does not tell.
+fn shared_keys(tree: &Tree) -> Option<u64> {
+    let metrics = fs::read_to_string(tree.control("metrics")).ok()?;
+    metrics.lines().find_map(|line| line.strip_prefix("leasefs_shared ")?.parse().ok())
+}
+
 /// The same of the keys that have a file in `claims/` only: most of those that matter, and few where most keys are free.
 ///
 /// # Errors

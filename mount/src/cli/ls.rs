@@ -47,7 +47,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let tree = Tree::find(&args.tree, std::slice::from_ref(&args.prefix))?;
     let prefix = listing::prefix(&tree, &args.prefix)?;
     progress.next("reading keys", None);
-    let Listing { mut found, shut } = listing::walk(&tree, &prefix, &mut |_| progress.add(1))?;
+    let walk = if args.all { listing::walk } else { listing::walk_used };
+    let Listing { mut found, shut } = walk(&tree, &prefix, &mut |_| progress.add(1))?;
     drop(progress);
     found.retain(|status| args.all || status.state != "free" || status.waiters > 0);
     found.sort_by(|a, b| a.key.cmp(&b.key));

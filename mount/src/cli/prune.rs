@@ -114,6 +114,7 @@ fn age(text: &str) -> Result<Duration, String> {
 
 /// What a registry has that may go.
 fn look(dir: &Path, bounds: &Bounds) -> Result<Vec<Candidate>> {
+    let _progress = Progress::new("looking for what may go", None);
     let registry = tree::open_registry(dir)?;
     registry.prunable(bounds).with_context(|| dir.join("registry.db").display().to_string())
 }

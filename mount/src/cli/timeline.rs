@@ -167,7 +167,7 @@ fn add_waiting(tree: &Tree, wanted: &[String], rows: &mut BTreeMap<String, Row>,
     let everything = [String::new()];
     for text in if wanted.is_empty() { &everything } else { wanted } {
         if text.is_empty() || text.ends_with('/') {
-            statuses.extend(listing::walk(tree, text, &mut |_| progress.add(1))?.found);
+            statuses.extend(listing::walk_used(tree, text, &mut |_| progress.add(1))?.found);
         } else {
             statuses.extend(tree.status(&Key::parse(text)?)?);
         }

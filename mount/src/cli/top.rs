@@ -31,7 +31,7 @@ mod model;
 
 /// Between two looks at who has the selected key's handle, while nothing is heard of that key.
 const WHO: Duration = Duration::from_secs(10);
-/// Between two drawings that nobody asked for by a key.
+/// Between two drawings that nobody asked for by a key, at least.
 const SHORTEST: Duration = Duration::from_millis(100);
 
 /// What to show, and in which order.
@@ -88,7 +88,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 fn once(tree: &Tree, model: &mut Model) -> Result<ExitCode> {
     let progress = Progress::new("reading keys", None);
-    let listing = listing::walk(tree, &model.prefix, &mut |_| progress.add(1))?;
+    let walk = if model.shows_free { listing::walk } else { listing::walk_used };
+    let listing = walk(tree, &model.prefix, &mut |_| progress.add(1))?;
     drop(progress);
     let rings = deadlock::among(tree.root(), &listing.found);
     let mut containers = follow::Containers::default();
@@ -157,9 +158,12 @@ fn show(
     let (mut asked, mut again_at) = (None, Instant::now());
     loop {
         let mut view = draw::View::default();
+        let began = Instant::now();
         screen.draw(|frame| view = draw::screen(frame, model, is_coloured)).context("the terminal")?;
         follower.is_shown(view.keys);
         let drawn = Instant::now();
+        // Very many keys take a while to be put in order: most of the time is left to others.
+        let pause = SHORTEST.max((drawn - began) * 4);
         let question = model.question();
         if question.is_some() && (question != asked || drawn >= again_at) {
             follower.ask_who(question.as_ref().map(|(key, _, _)| key.clone()).unwrap_or_default());
@@ -179,7 +183,7 @@ fn show(
                 Happened::End => return Ok(()),
                 Happened::News(news) => {
                     model.hear(news);
-                    until = until.min(drawn + SHORTEST);
+                    until = until.min(drawn + pause);
                 }
                 Happened::Input(Event::Key(key)) if key.kind != KeyEventKind::Release => {
                     match press(model, key, view.rows) {

@@ -293,9 +293,9 @@ impl LeaseFs {
             ]),
             Node::ControlDir => fixed(&Control::ALL.map(|file| (Node::Control(file), file.name()))),
             Node::Namespace(tree, id) => self.engine.look_into(id, |namespaces, keys| {
-                let nodes: Vec<namespaces::Node> = match tree {
-                    Tree::Claims => namespaces.list_files(id, after),
-                    _ => namespaces.list(id, after).collect(),
+                let nodes: Box<dyn Iterator<Item = namespaces::Node>> = match tree {
+                    Tree::Claims => Box::new(namespaces.list_files(id, after)),
+                    _ => Box::new(namespaces.list(id, after)),
                 };
                 let shown = |node: namespaces::Node| match node {
                     namespaces::Node::Namespace(id) => {
@@ -309,7 +309,7 @@ impl LeaseFs {
                         there.then(|| (node.cookie(), key_node(tree, key), entry.key.split().1.to_owned()))
                     }
                 };
-                nodes.into_iter().filter_map(shown).take(CHUNK).collect()
+                nodes.filter_map(shown).take(CHUNK).collect()
             })?,
             Node::ResultDir(key) => {
                 let latest = self.engine.view(key, |entry, _| entry.state.latest_result).flatten();

@@ -33,8 +33,8 @@ impl Game {
         let (mut held, mut waiting, mut wake_ns) = (0, 0, u64::MAX);
         for (at, seat) in self.seats.iter().enumerate() {
             let Some(id) = self.id(at) else { continue };
-            let listed =
-                engine.look_into(seat.parent, |tree, _| tree.list_files(seat.parent, 0).contains(&Node::Key(id)));
+            let listed = engine
+                .look_into(seat.parent, |tree, _| tree.list_files(seat.parent, 0).any(|node| node == Node::Key(id)));
             let listed = listed.expect("keys can be read");
             prop_assert_eq!(self.look(at, |entry| entry.state.has_file()), Some(listed), "the listing of {}", seat.key);
             held += self.look(at, |entry| usize::from(entry.state.live().is_some())).unwrap_or(0);

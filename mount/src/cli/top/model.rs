@@ -95,7 +95,10 @@ impl Model {
                         // Most of what is read again is as it was, and putting all in order is work.
                         Some(entry) if self.is_known(&entry) => {}
                         Some(entry) => self.put(entry),
-                        None => self.is_stale |= self.entries.remove(&key).is_some(),
+                        None => {
+                            let gone = self.entries.remove(&key);
+                            self.is_stale |= gone.is_some_and(|entry| entry.is_shown(self.shows_free));
+                        }
                     }
                 }
             }
@@ -117,8 +120,11 @@ impl Model {
 
     /// Enters a key, in place of what was known of it.
     pub fn put(&mut self, entry: Entry) {
-        self.entries.insert(entry.status.key.clone(), entry);
-        self.is_stale = true;
+        let counts = |entry: &Entry| entry.is_shown(self.shows_free);
+        let is_counted = counts(&entry);
+        let before = self.entries.insert(entry.status.key.clone(), entry);
+        // Most keys that something happens to are free before and after, however many there are.
+        self.is_stale |= is_counted || before.as_ref().is_some_and(counts);
     }
 
     /// Shows the free keys too, or no more.
@@ -289,6 +295,26 @@ pub mod tests {
         assert_eq!(model.selected_at(), Some(0));
         model.select(isize::MAX);
         assert_eq!(model.selected_at(), Some(1));
+    }
+
+    #[test]
+    fn what_is_not_shown_puts_nothing_in_order_anew() {
+        let mut model = model([held("a", 1, 10, &[])]);
+        assert_eq!(model.order(), ["a"]);
+        let free = |key: &str, epoch: u64| {
+            let status = serde_json::json!({ "key": key, "state": "free", "epoch": epoch });
+            Entry::new(serde_json::from_value(status).expect("a status"), None)
+        };
+        model.put(free("b", 1));
+        model.put(free("b", 2));
+        assert!(!model.is_stale);
+        model.put(free("a", 8));
+        assert!(model.is_stale, "it was shown");
+        assert_eq!(model.order(), [""; 0]);
+        model.set_shows_free(true);
+        assert_eq!(model.order(), ["a", "b"]);
+        model.put(free("b", 3));
+        assert!(model.is_stale, "it is shown");
     }
 
     #[test]
