@@ -10,12 +10,13 @@
 //! both: the command has the handle itself, and whichever of the two is left renews the lease.
 //!
 //! The guard asks nothing of the tree that a server which does not answer could hold up, except where a handle has just
-//! reported, and where it renews in its runner's place. Before it ends a command for want of a renewal it has a thread
+//! reported, and where it renews in its runner's place. The handles are heard by a thread of their own: whenever the
+//! server wakes whoever waits for one, the kernel asks it what has happened, and waits for the answer. Before it ends a command for want of a renewal it has a thread
 //! ask whether somebody else has renewed, and waits for the answer no longer than until then.
 
 use std::ffi::CStr;
 use std::fs::OpenOptions;
-use std::io;
+use std::io::{self, PipeReader, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -113,11 +114,12 @@ struct Post<'a> {
     asked: Duration,
 }
 
-/// What wakes the guard, besides the holder handles: their numbers come after these.
+/// What wakes the guard, besides the news of claims: their numbers come after these.
 const LINK: u64 = 0;
 const CHILDREN: u64 = 1;
 const TIMER: u64 = 2;
-const FIRST_CLAIM: u64 = 3;
+const ALARM: u64 = 3;
+const FIRST_NEWS: u64 = 4;
 
 /// What the claims tell.
 #[derive(Default)]
@@ -133,6 +135,8 @@ struct Bed {
     epoll: Epoll,
     children: SignalFd,
     timer: Timer,
+    /// A byte for each holder handle that has reported.
+    alarm: PipeReader,
 }
 
 impl Post<'_> {
@@ -201,11 +205,31 @@ impl Post<'_> {
         epoll.add(&self.link, EpollEvent::new(EpollFlags::EPOLLIN, LINK))?;
         epoll.add(&children, EpollEvent::new(EpollFlags::EPOLLIN, CHILDREN))?;
         epoll.add(timer.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, TIMER))?;
+        let alarm = self.listen()?;
+        epoll.add(&alarm, EpollEvent::new(EpollFlags::EPOLLIN, ALARM))?;
+        Ok(Bed { epoll, children, timer, alarm })
+    }
+
+    /// Has a thread listen to the holder handles, and tell of each that reports, once: it reports for ever then, be it a
+    /// loss or a server that is gone for good.
+    fn listen(&self) -> io::Result<PipeReader> {
+        let handles = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         // Unlike poll(2), this asks the server now, and then only when it has told of a change.
-        for (number, claim) in (FIRST_CLAIM..).zip(self.claims.iter()) {
-            epoll.add(claim.file(), EpollEvent::new(EpollFlags::empty(), number))?;
+        for claim in self.claims.iter() {
+            handles.add(claim.file(), EpollEvent::new(EpollFlags::EPOLLONESHOT, 0))?;
         }
-        Ok(Bed { epoll, children, timer })
+        let (alarm, mut bell) = io::pipe()?;
+        thread::Builder::new().spawn(move || {
+            let mut events = [EpollEvent::empty(); 8];
+            loop {
+                match handles.wait(&mut events, EpollTimeout::NONE) {
+                    Ok(count) if bell.write_all(&vec![0; count]).is_ok() => {}
+                    Err(Errno::EINTR) => {}
+                    _ => return,
+                }
+            }
+        })?;
+        Ok(alarm)
     }
 
     /// From the command's start until it has ended, by itself or by the guard.
@@ -328,8 +352,7 @@ impl Post<'_> {
     /// Has it told when a TTL is changed. A file that was read anew is another one; once it has reported it is not heard
     /// again.
     fn follow(&self, bed: &Bed) {
-        let first_news = FIRST_CLAIM + self.claims.len() as u64;
-        for (number, claim) in (first_news..).zip(self.claims.iter()) {
+        for (number, claim) in (FIRST_NEWS..).zip(self.claims.iter()) {
             if let Some(news) = claim.news() {
                 // Most are there already.
                 let _ = bed.epoll.add(news, EpollEvent::new(EpollFlags::EPOLLPRI | EpollFlags::EPOLLONESHOT, number));
@@ -337,25 +360,25 @@ impl Post<'_> {
         }
     }
 
-    /// Sleeps until something happens, and gives what the claims tell. Each holder handle is heard once.
-    fn sleep(&self, bed: &Bed) -> nix::Result<Heard> {
+    /// Sleeps until something happens, and gives what the claims tell.
+    fn sleep(&self, bed: &Bed) -> io::Result<Heard> {
         let mut events = [EpollEvent::empty(); 8];
         let count = match bed.epoll.wait(&mut events, EpollTimeout::NONE) {
             Ok(count) => count,
             Err(Errno::EINTR) => 0,
-            Err(errno) => return Err(errno),
+            Err(errno) => return Err(errno.into()),
         };
         while bed.children.read_signal()?.is_some() {}
         let mut heard = Heard::default();
-        for event in &events[..count] {
-            let Some(index) = event.data().checked_sub(FIRST_CLAIM).map(|index| index as usize) else { continue };
-            match self.claims.get(index) {
-                Some(claim) => {
-                    // It reports for ever, be it a loss or a server that is gone for good.
-                    let _ = bed.epoll.delete(claim.file());
-                    heard.alarmed = true;
+        for number in events[..count].iter().map(EpollEvent::data) {
+            if number == ALARM {
+                heard.alarmed = true;
+                if (&bed.alarm).read(&mut [0; 64])? == 0 {
+                    // Nobody listens any more.
+                    let _ = bed.epoll.delete(&bed.alarm);
                 }
-                None => heard.news.push(index - self.claims.len()),
+            } else if let Some(index) = number.checked_sub(FIRST_NEWS) {
+                heard.news.push(index as usize);
             }
         }
         Ok(heard)
