@@ -6,11 +6,12 @@
 //! line is applied again and recorded later. What came before that point stands.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use foldhash::HashMap;
 
 use crate::error::Error;
-use crate::events::Kind;
+use crate::events::{Kind, Wait};
 use crate::ids::{Epoch, Handle, KeyId, NamespaceId, WaiterId};
 use crate::machine::{Input, KeyState, Reply};
 use crate::metrics::Detail;
@@ -30,8 +31,26 @@ pub(crate) struct Answer {
     pub key: Option<KeyId>,
     /// What was asked has happened, whether or not it could be recorded yet.
     pub fact: bool,
-    /// How long it stood in line, in nanoseconds, where it did.
-    pub waited_ns: Option<u64>,
+    /// The wait in line that it ends, where it does.
+    pub waited: Option<Waited>,
+}
+
+/// A wait in line that is over.
+pub(crate) struct Waited {
+    pub who: Wait,
+    pub ns: u64,
+    /// When it was over.
+    pub now: Now,
+}
+
+impl Waited {
+    /// What is announced of it, unless it was granted.
+    pub fn note(self, key: KeyId, epoch: Epoch, reply: &Result<Reply, Error>) -> Option<Note> {
+        let Waited { who, ns, now } = self;
+        let kind = Kind::of_wait(reply)?;
+        let detail = Detail::Wait(Arc::new(Wait { waited_ms: ns / 1_000_000, ..who }));
+        Some(Note { key, kind, epoch, detail, now })
+    }
 }
 
 /// An input that has to be applied again, as of its own time, if the key goes back to before it.
@@ -219,7 +238,7 @@ fn part<T>(list: &mut Vec<T>, apart: &mut Vec<T>, goes: impl Fn(&T) -> bool) -> 
 /// A request in line.
 struct Pending {
     key: KeyId,
-    uid: u32,
+    who: Wait,
     /// `CLOCK_BOOTTIME`, in nanoseconds, at which it came.
     since_ns: u64,
     done: Done,
@@ -233,21 +252,21 @@ pub(crate) struct Waiting {
 }
 
 impl Waiting {
-    pub fn insert(&mut self, id: WaiterId, (key, uid): (KeyId, u32), now: Now, done: Done) {
-        self.pending.insert(id, Pending { key, uid, since_ns: now.boot_ns, done });
-        *self.by_uid.entry(uid).or_default() += 1;
+    pub fn insert(&mut self, id: WaiterId, key: KeyId, who: Wait, now: Now, done: Done) {
+        *self.by_uid.entry(who.uid).or_default() += 1;
+        self.pending.insert(id, Pending { key, who, since_ns: now.boot_ns, done });
     }
 
-    /// Takes it out of the line; whom to answer, and since when it waited, by `CLOCK_BOOTTIME` in nanoseconds.
-    pub fn remove(&mut self, id: WaiterId) -> Option<(Done, u64)> {
-        let Pending { uid, since_ns, done, .. } = self.pending.remove(&id)?;
-        if let Some(count) = self.by_uid.get_mut(&uid) {
+    /// Takes it out of the line, whose wait is over now; whom to answer.
+    pub fn remove(&mut self, id: WaiterId, now: Now) -> Option<(Done, Waited)> {
+        let Pending { who, since_ns, done, .. } = self.pending.remove(&id)?;
+        if let Some(count) = self.by_uid.get_mut(&who.uid) {
             *count -= 1;
             if *count == 0 {
-                self.by_uid.remove(&uid);
+                self.by_uid.remove(&who.uid);
             }
         }
-        Some((done, since_ns))
+        Some((done, Waited { who, ns: now.boot_ns.saturating_sub(since_ns), now }))
     }
 
     /// It waits for longer than since it was inserted; gives its key.

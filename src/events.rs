@@ -1,12 +1,14 @@
 //! What happened lately, for `.leasefs/events`: a bounded ring that readers follow by number.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use serde::Serialize;
 
+use crate::error::Error;
 use crate::ids::Epoch;
 use crate::key::Key;
-use crate::machine::{Notice, Outcome};
+use crate::machine::{Claimant, Notice, Outcome, Reply};
 use crate::time::{Now, rfc3339};
 
 /// Most events kept for readers that are behind.
@@ -20,7 +22,55 @@ pub struct Event {
     kind: Kind,
     key: Key,
     epoch: Epoch,
-    pruned: Option<Pruned>,
+    more: More,
+}
+
+/// What an event tells besides.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum More {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// How much was pruned.
+    Pruned(Pruned),
+    /// Who waited in vain.
+    Wait(Arc<Wait>),
+}
+
+impl More {
+    fn pruned(&self) -> Option<Pruned> {
+        match self {
+            More::Pruned(pruned) => Some(*pruned),
+            _ => None,
+        }
+    }
+
+    fn wait(&self) -> Option<&Wait> {
+        match self {
+            More::Wait(wait) => Some(wait),
+            _ => None,
+        }
+    }
+}
+
+/// Whose lock request stood in line, and for how long.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Wait {
+    /// The process, as `status/KEY` shows it in line.
+    pub pid: u32,
+    /// Its user.
+    pub uid: u32,
+    /// What it runs, for people.
+    pub command: Arc<str>,
+    /// Milliseconds in line.
+    pub waited_ms: u64,
+}
+
+impl Wait {
+    /// That of a claimant, of whom nothing is known yet but that it waits.
+    pub fn of(claimant: &Claimant) -> Wait {
+        Wait { pid: claimant.holder.pid, uid: claimant.uid, command: Arc::clone(&claimant.command), waited_ms: 0 }
+    }
 }
 
 /// How much was pruned of a key.
@@ -42,6 +92,10 @@ pub enum Kind {
     Denied,
     /// A lock request waits.
     Waiting,
+    /// A signal ended its wait.
+    Interrupted,
+    /// Its wait ended with another error.
+    Refused,
     /// A lease was renewed.
     Renewed,
     /// An attempt ended by its holder.
@@ -69,6 +123,15 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// The event that the end of a wait in line is; a grant has one already.
+    pub fn of_wait(reply: &Result<Reply, Error>) -> Option<Kind> {
+        match reply {
+            Ok(_) => None,
+            Err(Error::Interrupted) => Some(Kind::Interrupted),
+            Err(_) => Some(Kind::Refused),
+        }
+    }
+
     /// The event a notice of the state machine stands for, with its epoch.
     pub fn of(notice: Notice, newest: Epoch) -> (Kind, Epoch) {
         match notice {
@@ -102,6 +165,8 @@ struct Line<'a> {
     epoch: u64,
     #[serde(flatten)]
     pruned: Option<Pruned>,
+    #[serde(flatten)]
+    wait: Option<&'a Wait>,
 }
 
 /// The ring.
@@ -118,11 +183,11 @@ impl Events {
     }
 
     /// Appends an event.
-    pub fn push(&mut self, now: Now, kind: Kind, key: &Key, epoch: Epoch, pruned: Option<Pruned>) {
+    pub fn push(&mut self, now: Now, kind: Kind, key: &Key, epoch: Epoch, more: More) {
         if self.ring.len() == CAPACITY {
             self.ring.pop_front();
         }
-        self.ring.push_back(Event { seq: self.next, wall_ms: now.wall_ms, kind, key: key.clone(), epoch, pruned });
+        self.ring.push_back(Event { seq: self.next, wall_ms: now.wall_ms, kind, key: key.clone(), epoch, more });
         self.next += 1;
     }
 
@@ -153,7 +218,8 @@ impl Events {
                 event: event.kind,
                 key: event.key.as_str(),
                 epoch: event.epoch.0,
-                pruned: event.pruned,
+                pruned: event.more.pruned(),
+                wait: event.more.wait(),
             };
             let json = serde_json::to_string(&line).unwrap_or_default();
             if !text.is_empty() && text.len() + json.len() + 1 > limit {
@@ -176,7 +242,7 @@ mod tests {
         let mut events = Events::default();
         let key = Key::parse("k").unwrap();
         for _ in 0..CAPACITY + 5 {
-            events.push(Now::default(), Kind::Granted, &key, Epoch(1), None);
+            events.push(Now::default(), Kind::Granted, &key, Epoch(1), More::Nothing);
         }
         let (text, at) = events.read(0, 100, |_| true);
         assert_eq!(text.lines().next(), Some("{\"event\":\"gap\",\"missed\":5}"));
@@ -189,7 +255,7 @@ mod tests {
         let mut events = Events::default();
         let key = Key::parse("k").unwrap();
         for epoch in 1..=10 {
-            events.push(Now::default(), Kind::Released, &key, Epoch(epoch), None);
+            events.push(Now::default(), Kind::Released, &key, Epoch(epoch), More::Nothing);
         }
         let mut at = 0;
         let mut seen = 0;

@@ -77,6 +77,8 @@ failures! {
         cure "give the container --device /dev/fuse; in a unit, DeviceAllow=/dev/fuse";
     /// Only root mounts by itself.
     NoFusermount = "fusermount3 is not installed", cure "install the package fuse3, or mount as root";
+    /// Its mode is not the usual 0666.
+    DeviceMode = "this user may not open /dev/fuse", cure "run `chmod 666 /dev/fuse` as root, or mount as root";
     /// fusermount3 refuses `allow_other` to users other than root.
     NoAllowOther = "--allow-other needs `user_allow_other` in /etc/fuse.conf",
         cure "add that line, or mount as root";
@@ -89,15 +91,17 @@ failures! {
     UnknownOption { option } = "-o {option} is not known",
         cure "use ro, noexec, noatime, sync, dirsync, dev, suid, max_read=BYTES, context=LABEL or fsname=NAME";
     /// The kernel would abort the connection.
-    RequestTimeout { seconds } =
-        "fs.fuse.max_request_timeout is {seconds} s, and one longer wait would end the whole mount",
-        cure "run `sysctl fs.fuse.max_request_timeout=0`";
+    RequestTimeout { setting, seconds } =
+        "{setting} is {seconds} s, and one longer wait would end the whole mount",
+        cure "run `sysctl {setting}=0`, and take it out of /etc/sysctl.d";
     /// There is no such directory.
     NoMountpoint { path } = "{path} does not exist", cure "mkdir it first";
     /// It is something else.
     MountpointNoDirectory { path } = "{path} is not a directory", cure "give an empty directory";
     /// It would be hidden.
     MountpointNotEmpty { path } = "{path} is not empty", cure "give an empty directory";
+    /// Paths are kept and told as text.
+    PathNotText { path } = "{path} is not UTF-8", cure "give a directory whose whole path is";
     /// A tree is there.
     MountedAlready { path } = "{path} is already a leasefs mount", cure "use it, or `leasefs unmount {path}` first";
     /// Something else is mounted there.
@@ -135,6 +139,9 @@ failures! {
         cure "make it writable for this user, or use another --state";
     /// It could not be made.
     StateUnmade { path, why } = "state directory {path} cannot be made ({why})", cure "use another --state";
+    /// The log of a background mount.
+    LogShut { path, why } = "cannot write the log {path} ({why})",
+        cure "take away what is there, or mount with --foreground, which logs to stderr";
     /// It would hide itself.
     StateInMountpoint { path } = "state directory {path} is inside the mountpoint", cure "use a --state outside it";
     /// A tree of this kind keeps no files.
@@ -155,12 +162,15 @@ failures! {
         NotMounted { path } = "{path} is not a leasefs mount", cure "see `findmnt -t fuse.leasefs`";
     /// `EBUSY`.
     InUse { path } = "{path} is in use",
-        cure "end the processes that have files open in it (`leasefs ls` shows the holders), then unmount again";
+        cure "end the processes that have files open in it (`leasefs ls` shows the holders, `fuser -vm {path}` all), then \
+              unmount again";
     /// `EPERM`.
     UnmountNotPermitted { path } = "not permitted to unmount {path}",
         cure "do it as the user who mounted it, or as root";
     /// It takes longer than it should.
-    KeeperStays { pid, path } = "unmounted, but the keeper (pid {pid}) of {path} has not ended yet", cure "see its log";
+    KeeperStays { pid, path } = "unmounted, but the keeper (pid {pid}) of {path} has not ended yet",
+        cure "a container or service with mounts of its own may still have the tree (`grep -l fuse.leasefs \
+              /proc/*/mountinfo` names its processes): it ends with the last of them; else see its log";
     }
 
     "Finding the tree and the key" {
@@ -306,6 +316,15 @@ impl Failure {
             libc::ENOLCK => Some(Failure::OverLimit { subject }),
             libc::EIO => Some(Failure::StateFailed { subject }),
             _ => None,
+        }
+    }
+
+    /// The device is there and cannot be opened, by the system's error.
+    pub fn of_device(error: &io::Error) -> Failure {
+        match error.raw_os_error() {
+            // Where a container or a unit shuts it, it is `EPERM`.
+            Some(libc::EACCES) => Failure::DeviceMode,
+            _ => Failure::DeviceShut { why: error.to_string() },
         }
     }
 

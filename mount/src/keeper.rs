@@ -43,7 +43,9 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::failure::{self, Failure};
 use crate::flight::Flight;
+use crate::fs::any_open;
 use crate::handover::{ABLE, Fds, Handover, PROTOCOL, READY};
+use crate::openfiles::OpenFiles;
 use crate::server::{self, Plan};
 use crate::{connection, dead_mount, kernel_mount, logfile, mountinfo};
 use child::{Program, Server};
@@ -56,6 +58,9 @@ const CHECK_PATIENCE: Duration = Duration::from_secs(10);
 const LOCK_PATIENCE: Duration = Duration::from_millis(500);
 /// The same where its owner is known to be dead, and only the server it left has to be ended by the kernel.
 const DEAD_LOCK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Where [`Keeper::memory`] has that of the open files.
+const FILES: usize = 1;
 
 /// How the keeper itself is to act.
 #[derive(Clone, Copy, Debug)]
@@ -73,16 +78,18 @@ pub struct Manner {
 /// # Errors
 /// What is wrong and what to do; if `ready` was not called, nothing is mounted.
 pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> {
-    let timeout_s = kernel_mount::request_timeout_s();
-    if timeout_s > 0 {
-        bail!(Failure::RequestTimeout { seconds: timeout_s.to_string() });
+    if let Some(failure) = kernel_mount::request_timeout() {
+        bail!(failure);
     }
     kernel_mount::check_proc()?;
     // It was started by another path, and is to be found by its name.
     let _ = nix::sys::prctl::set_name(c"leasefs-keeper");
     dead_mount::clean(&plan.state_dir, &plan.mountpoint)?;
     let mountpoint = kernel_mount::check_mountpoint(&plan.mountpoint)?;
+    check_text(&mountpoint)?;
+    check_text(&std::path::absolute(&plan.state_dir)?)?;
     let state_dir = server::make_state_dir(&plan.state_dir, &mountpoint)?;
+    check_text(&state_dir)?;
     let lock = lock_state(&state_dir)?;
     if manner.log_there {
         logfile::follow(&state_dir)?;
@@ -151,6 +158,14 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
     }
 }
 
+/// A path that is not text cannot be handed over to a server, nor told to anybody.
+fn check_text(path: &Path) -> Result<()> {
+    match path.to_str() {
+        Some(_) => Ok(()),
+        None => bail!(Failure::PathNotText { path: failure::shown(path) }),
+    }
+}
+
 enum Ending {
     /// The connection is gone, and the server with it.
     Unmounted,
@@ -176,6 +191,7 @@ struct Upgrade {
 struct Keeper {
     handover: Handover,
     device: OwnedFd,
+    /// Of what is in flight, of what is open, and of what was read last.
     memory: [OwnedFd; 3],
     signals: SignalFd,
     control: Control,
@@ -331,8 +347,12 @@ impl Keeper {
                 self.stopping = true;
                 service::stopping();
                 let mountpoint = self.handover.plan.mountpoint.clone();
+                let memory = self.memory[FILES].try_clone();
                 // Elsewhere: unmounting may have to look at the tree, and somebody must answer.
-                std::thread::spawn(move || kernel_mount::stop(&mountpoint));
+                std::thread::spawn(move || {
+                    let files = memory.ok().and_then(|memory| OpenFiles::attach(&memory).ok());
+                    kernel_mount::stop(&mountpoint, || files.as_ref().is_some_and(any_open));
+                });
             }
             _ => {}
         }

@@ -5,11 +5,12 @@
 use std::fs::OpenOptions;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -18,7 +19,7 @@ use nix::unistd::{getegid, geteuid};
 
 use crate::dead_mount;
 use crate::failure::{self, Failure};
-use crate::mountinfo::{FS_TYPE, is_leasefs, mounts};
+use crate::mountinfo::{FS_TYPE, is_automount, is_leasefs, mounts};
 
 /// What a mount is of, where nothing else is said.
 const SOURCE: &str = "leasefs";
@@ -61,7 +62,7 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
     let is_mountpoint = path
         .parent()
         .is_some_and(|parent| std::fs::metadata(parent).is_ok_and(|parent| parent.dev() != metadata.dev()));
-    if is_mountpoint && mounts()?.iter().any(|mount| mount.path == path) {
+    if is_mountpoint && mounts()?.iter().any(|mount| mount.path == path) && !is_automount(&path)? {
         bail!(Failure::MountpointTaken { path: shown });
     }
     let mut entries = std::fs::read_dir(&path).with_context(|| shown.clone())?;
@@ -97,7 +98,7 @@ pub fn connect(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
 
 fn mount_direct(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
     let device = OpenOptions::new().read(true).write(true).open("/dev/fuse");
-    let device = device.map_err(|error| Failure::DeviceShut { why: error.to_string() })?;
+    let device = device.map_err(|error| Failure::of_device(&error))?;
     let mode = std::fs::metadata(mountpoint)?.mode();
     let (flags, extra) = split_flags(&options.extra)?;
     let mut data = format!(
@@ -112,7 +113,7 @@ fn mount_direct(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
     }
     for option in extra {
         data.push(',');
-        data.push_str(&option);
+        data.push_str(&quoted(option));
     }
     let source = options.source.as_deref().unwrap_or(SOURCE);
     mount(Some(source), mountpoint, Some(FS_TYPE), flags, Some(data.as_str())).map_err(|errno| match errno {
@@ -144,10 +145,20 @@ fn split_flags(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
     Ok((flags, rest))
 }
 
+/// An option as the kernel reads it from a list: a value with a comma in it is quoted.
+fn quoted(option: String) -> String {
+    match option.split_once('=') {
+        Some((name, value)) if value.contains(',') => format!("{name}=\"{value}\""),
+        _ => option,
+    }
+}
+
 fn mount_helper(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
     let (ours, theirs) = UnixStream::pair()?;
     split_flags(&options.extra)?;
     let source = options.source.as_deref().unwrap_or(SOURCE);
+    // It takes a backslash before whatever means something in its list.
+    let source = source.replace('\\', "\\\\").replace(',', "\\,");
     let mut list = vec![format!("fsname={source}"), "subtype=leasefs".into(), "default_permissions".into()];
     if options.allow_other {
         list.push("allow_other".into());
@@ -177,6 +188,9 @@ fn mount_helper(mountpoint: &Path, options: &Options) -> Result<OwnedFd> {
         let said = said.trim().replace('\n', "; ");
         if said.contains("user_allow_other") {
             bail!(Failure::NoAllowOther);
+        }
+        if said.contains("failed to open /dev/fuse: Permission denied") {
+            bail!(Failure::DeviceMode);
         }
         bail!("{said}");
     }
@@ -221,21 +235,45 @@ pub fn disconnect(mountpoint: &Path, detach: bool) -> io::Result<()> {
     }
 }
 
+/// How often it is looked whether files are still open.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
 /// An orderly stop: unmounts; where files are open, the tree is taken out of sight and ends with the last of them, so
-/// that no lease is cut short. Nothing happens where it is not mounted any more.
-pub fn stop(mountpoint: &Path) {
+/// that no lease is cut short. Nothing happens where it is not mounted any more. `is_open` says whether the server knows of an
+/// open file, or of one whose close is not recorded yet.
+///
+/// With its last user the kernel ends a connection, and drops what it has not handed over by then: the last close itself,
+/// and with it the result that it was to commit. So this is a user as well, until the server knows of no other.
+pub fn stop(mountpoint: &Path, is_open: impl Fn() -> bool) {
     if !is_leasefs(mountpoint).is_ok_and(|mounted| mounted) || disconnect(mountpoint, false).is_ok() {
         return;
     }
+    // Asks the server nothing, neither now nor when it is closed.
+    let held = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_DIRECTORY).open(mountpoint);
+    if let Err(error) = &held {
+        tracing::warn!("what is closed last may not be recorded: {}: {error}", mountpoint.display());
+    }
     match disconnect(mountpoint, true) {
         Ok(()) => tracing::info!("files are open: serving them until the last one is closed"),
-        Err(error) => tracing::error!("cannot unmount {}: {error}", mountpoint.display()),
+        Err(error) => {
+            tracing::error!("cannot unmount {}: {error}", mountpoint.display());
+            return;
+        }
+    }
+    while held.is_ok() && is_open() {
+        std::thread::sleep(LOOK_AGAIN);
     }
 }
 
-/// Whether the kernel would abort the connection because one request waits for long (Linux 6.15 and later).
-pub fn request_timeout_s() -> u64 {
-    let read = |name: &str| std::fs::read_to_string(format!("/proc/sys/fs/fuse/{name}")).ok();
-    let value = |name| read(name).and_then(|text| text.trim().parse().ok()).unwrap_or(0);
-    value("max_request_timeout").max(value("default_request_timeout"))
+/// Settings by which the kernel aborts a connection because one request waits for long (Linux 6.15 and later): a bound,
+/// and what is taken where the server asks for none, as this one.
+const REQUEST_TIMEOUTS: [&str; 2] = ["max_request_timeout", "default_request_timeout"];
+
+/// The first of them that is set, if any, as what is wrong.
+pub fn request_timeout() -> Option<Failure> {
+    REQUEST_TIMEOUTS.into_iter().find_map(|name| {
+        let text = std::fs::read_to_string(format!("/proc/sys/fs/fuse/{name}")).ok()?;
+        let seconds = Some(text.trim().to_owned()).filter(|seconds| seconds != "0")?;
+        Some(Failure::RequestTimeout { setting: format!("fs.fuse.{name}"), seconds })
+    })
 }

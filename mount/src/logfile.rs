@@ -4,18 +4,23 @@
 //! Both processes append to the file. Whichever would make it too large puts it aside, over the one that was put aside
 //! before; the other sees by the next line that its file is not the one by that name any more, and follows. So at most two
 //! files of [`LIMIT`] are kept, and no other program has to look after them.
+//!
+//! A line that cannot be written, because the disk is full or the terminal is gone, is lost, and nothing else is: whoever
+//! fails for that would take the tree along.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
 use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
+
+use crate::failure::{self, Failure};
 
 /// File name in the state directory.
 pub const LOG: &str = "leasefs.log";
@@ -32,6 +37,8 @@ pub fn start() {
     let filter = EnvFilter::try_from_env("LEASEFS_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let has_journal = is_journal();
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
+    // Of an error it would tell on stderr, and panic where that cannot be written either.
+    let builder = builder.log_internal_errors(false);
     let builder = builder.with_writer(Sink { has_journal });
     let _ = if has_journal { builder.without_time().with_level(false).try_init() } else { builder.try_init() };
 }
@@ -41,7 +48,8 @@ pub fn start() {
 /// # Errors
 /// Where it cannot be opened.
 pub fn follow(state_dir: &Path) -> Result<()> {
-    let file = LogFile::open(state_dir).context(LOG)?;
+    let path = || failure::shown(&state_dir.join(LOG));
+    let file = LogFile::open(state_dir).map_err(|error| Failure::LogShut { path: path(), why: error.to_string() })?;
     *FILE.lock() = Some(file);
     Ok(())
 }
@@ -83,14 +91,14 @@ impl<'a> MakeWriter<'a> for Sink {
 
 impl Write for Line {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        if let Some(file) = FILE.lock().as_mut() {
-            file.append(line)?;
+        let _ = if let Some(file) = FILE.lock().as_mut() {
+            file.append(line)
         } else if let Some(priority) = self.priority {
             // At once, or lines of two processes would be mixed.
-            io::stderr().lock().write_all(&[priority.as_bytes(), line].concat())?;
+            io::stderr().lock().write_all(&[priority.as_bytes(), line].concat())
         } else {
-            io::stderr().lock().write_all(line)?;
-        }
+            io::stderr().lock().write_all(line)
+        };
         Ok(line.len())
     }
 

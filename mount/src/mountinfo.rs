@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 /// The filesystem type of a leasefs tree.
 pub const FS_TYPE: &str = "fuse.leasefs";
+/// That of a place where something is mounted when it is needed.
+const AUTOFS: &str = "autofs";
 /// `STATX_MNT_ID_UNIQUE`.
 const MOUNT_ID_UNIQUE: u32 = 0x4000;
 
@@ -75,6 +77,15 @@ fn look_at(path: &Path, flags: libc::c_int, mask: u32) -> io::Result<libc::statx
 /// Where `/proc` cannot be read.
 pub fn is_leasefs(path: &Path) -> io::Result<bool> {
     Ok(mounts()?.iter().any(|mount| mount.path == path && mount.fs_type == FS_TYPE))
+}
+
+/// Whether something is to be mounted on this path as soon as somebody looks into it (`x-systemd.automount`): until it is,
+/// whoever looks waits for that, all but the processes of the group that is at it.
+///
+/// # Errors
+/// Where `/proc` cannot be read.
+pub fn is_automount(path: &Path) -> io::Result<bool> {
+    Ok(mounts()?.iter().rfind(|mount| mount.path == path).is_some_and(|mount| mount.fs_type == AUTOFS))
 }
 
 /// The mountpoints of whole leasefs trees, each once.

@@ -211,6 +211,12 @@ impl OpenFiles {
         self.word(slot, word).store(value, Ordering::Release);
     }
 
+    /// Whether anything is entered of a kind that is asked for.
+    pub fn any(&self, is_asked_for: impl Fn(u64) -> bool) -> bool {
+        let high = self.head(HIGH_WORD).load(Ordering::Acquire);
+        (1..=u32::try_from(high).unwrap_or(0)).any(|number| is_asked_for(self.get(Slot(number), 0)))
+    }
+
     /// Everything that is entered.
     pub fn all(&self) -> Vec<(Slot, Words)> {
         let high = self.head(HIGH_WORD).load(Ordering::Acquire);
@@ -256,6 +262,7 @@ mod tests {
         assert_eq!((all.len(), second.salt(8), second.next_event()), (99, 7, 12));
         assert!(all.iter().all(|(_, words)| words[1] != 50));
         assert_eq!(all[9].1[2], 77);
+        assert!(second.any(|kind| kind == 3) && !second.any(|kind| kind == 9));
         assert_eq!(second.insert((9, 5, 0), words(9, 9)), Some(slots[49]), "what is free is used again");
         assert_eq!(second.find((9, 5, 0)), Some(slots[49]));
     }

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use crate::connection::{self, Connection};
 use crate::failure::{self, Failure};
 use crate::flight::{Flight, STRIKES, Struck};
-use crate::fs::{Kept, LeaseFs, Settings, Shared, survivors};
+use crate::fs::{Kept, LeaseFs, Settings, Shared, any_open, survivors};
 use crate::handover::{Handover, Passed};
 use crate::kernel_mount::{self, Options};
 use crate::openfiles::OpenFiles;
@@ -87,7 +87,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         resend: handover.resend,
     };
     let device = passed.device.try_clone().context("descriptors")?;
-    let fs = LeaseFs::new(engine, settings, device, Arc::clone(&flight), files)?;
+    let fs = LeaseFs::new(engine, settings, device, Arc::clone(&flight), Arc::clone(&files))?;
     let polls = if takes_over { fs.restore() } else { Vec::new() };
     let struck = flight.strike(handover.blameless);
     if let Some(Struck { unique, opcode, ino, count }) = struck {
@@ -95,7 +95,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         tracing::warn!("the server before ended while it handled request {unique} ({what}): {count} of {STRIKES}");
     }
     fs.shared().set_careful(struck.is_some());
-    start_threads(&fs, mountpoint.clone(), signals)?;
+    start_threads(&fs, mountpoint.clone(), signals, files)?;
     let connection = Connection {
         device: passed.device,
         last_read: passed.last_read,
@@ -149,7 +149,7 @@ fn answers(mountpoint: &Path) -> bool {
     probe.is_ok_and(|status| status.success())
 }
 
-fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<()> {
+fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet, files: Arc<OpenFiles>) -> Result<()> {
     let shared = fs.shared();
     timekeeper::spawn("timekeeper", shared, |shared| {
         shared.timekeeper.run(|| shared.next_ns(), || shared.on_time());
@@ -160,7 +160,9 @@ fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet) -> Result<(
     timekeeper::spawn("watcher", shared, |shared| shared.watcher.run(|wait| shared.on_signal(wait)))?;
     let connections = dead_mount::connections(&shared.settings.state_dir);
     timekeeper::spawn("orphans", shared, move |shared| orphans::look_after(shared, &connections))?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || unmount_on_signal(&mountpoint, signals))?;
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || unmount_on_signal(&mountpoint, signals, &files))?;
     Ok(())
 }
 
@@ -186,10 +188,10 @@ fn read_keys(shared: &Shared) {
 
 /// The keeper is who is to be told to stop; but a service manager may tell every process. Both then unmount, which is
 /// the same as one.
-fn unmount_on_signal(mountpoint: &Path, signals: SigSet) {
+fn unmount_on_signal(mountpoint: &Path, signals: SigSet, files: &OpenFiles) {
     loop {
         if matches!(signals.wait(), Ok(Signal::SIGTERM | Signal::SIGINT)) {
-            kernel_mount::stop(mountpoint);
+            kernel_mount::stop(mountpoint, || any_open(files));
         }
     }
 }

@@ -9,10 +9,10 @@ use super::survivors::Left;
 use super::{Config, Inner, KeyEntry, MAX_CLOSES, Ready, Start};
 use crate::batch::{Answer, Batch, Done, Logged, Note, Waiting};
 use crate::error::Error;
-use crate::events::{Events, Kind};
+use crate::events::{Events, Kind, Wait};
 use crate::ids::{Epoch, KeyId, NamespaceId};
 use crate::key::Key;
-use crate::machine::{Change, Context, Input, KeyState, Mode, Reply, Step, Waiter};
+use crate::machine::{Change, Context, Input, KeyState, Reply, Room, Step, Waiter};
 use crate::metrics::{Detail, Metrics};
 use crate::namespaces::{Namespaces, Node};
 use crate::registry::{Loaded, LoadedKey, NamespaceRow, Write};
@@ -191,7 +191,7 @@ impl Inner {
         self.batch.writes.push(Write::Namespace(row.clone()));
         let before = self.namespaces.set(row);
         self.batch.remember_namespace(id, before);
-        self.batch.answers.push(Answer { done, reply: Ok(Reply::Done), key: None, fact: false, waited_ns: None });
+        self.batch.answers.push(Answer { done, reply: Ok(Reply::Done), key: None, fact: false, waited: None });
         self.batch.urgent = true;
     }
 
@@ -206,12 +206,12 @@ impl Inner {
     }
 
     pub(super) fn submit(&mut self, id: KeyId, input: Input, now: Now, done: Done, ready: &mut Ready) {
-        let input = match self.check_limits(id, input, now) {
+        let input = match self.check_waiters(id, input, now) {
             Ok(input) => input,
             Err(error) => return ready.push((done, Err(error))),
         };
         let waiter = match &input {
-            Input::Lock { wait: Some(waiter), claimant, .. } => Some((*waiter, claimant.uid)),
+            Input::Lock { wait: Some(waiter), claimant, .. } => Some((*waiter, Wait::of(claimant))),
             _ => None,
         };
         let cancels = matches!(input, Input::Cancel(_));
@@ -223,10 +223,10 @@ impl Inner {
         let changed = !step.changes.is_empty();
         let mut done = Some(done);
         if reply == Ok(Reply::Queued)
-            && let Some((waiter, uid)) = waiter
+            && let Some((waiter, who)) = waiter
             && let Some(done) = done.take()
         {
-            self.waiting.insert(waiter, (id, uid), now, done);
+            self.waiting.insert(waiter, id, who, now, done);
         }
         self.absorb(id, step, now, ready);
         if closes {
@@ -250,7 +250,7 @@ impl Inner {
             self.touch_batch(now);
             self.batch.urgent = true;
         }
-        self.batch.answers.push(Answer { done, reply, key: Some(id), fact, waited_ns: None });
+        self.batch.answers.push(Answer { done, reply, key: Some(id), fact, waited: None });
     }
 
     pub(super) fn is_unsettled(&self, id: KeyId) -> bool {
@@ -271,7 +271,8 @@ impl Inner {
         let changes = entry.state.changes;
         let fact = input.is_fact();
         let repeat = (fact || matches!(input, Input::Lock { wait: Some(_), .. })).then(|| input.clone());
-        let step = entry.state.apply(input, Context { now, ttl });
+        let room = Room::of(&self.held_by_uid, entry.counted, self.config.max_keys);
+        let step = entry.state.apply(input, Context { now, ttl, room });
         if self.watched && entry.state.changes != changes {
             self.changed.push(id);
         }
@@ -290,37 +291,22 @@ impl Inner {
         Some(step)
     }
 
-    pub(super) fn check_limits(&mut self, id: KeyId, input: Input, now: Now) -> Result<Input, Error> {
-        let (claimant, renewal) = match &input {
-            Input::Create { claimant, .. } => (claimant, false),
-            Input::Lock { claimant, handle, owner, .. } => {
-                let holds = self.keys.get(&id).is_some_and(|entry| entry.state.is_holder(*handle, *owner));
-                (claimant, holds)
-            }
-            _ => return Ok(input),
-        };
+    /// The limit on waiters: whoever may not stand in line as well is not put there. The one on keys is judged where a key
+    /// is granted.
+    fn check_waiters(&self, id: KeyId, input: Input, now: Now) -> Result<Input, Error> {
+        let Input::Lock { handle, owner, mode, wait: Some(number), claimant } = input else { return Ok(input) };
         // What it has, it may have back.
-        if self.keys.get(&id).is_some_and(|entry| entry.state.is_return(claimant)) {
-            return Ok(input);
+        let state = self.keys.get(&id).map(|entry| &entry.state);
+        let full = self.waiting.of_uid(claimant.uid) >= self.config.max_waiters;
+        if !full || state.is_some_and(|state| state.is_return(&claimant)) {
+            return Ok(Input::Lock { handle, owner, mode, wait: Some(number), claimant });
         }
-        let uid = claimant.uid;
-        let taken = self.keys.get(&id).is_some_and(|entry| entry.state.has_file());
-        let claims = matches!(&input, Input::Create { .. } | Input::Lock { mode: Mode::Exclusive, .. });
-        let full = self.held_by_uid.get(&uid).copied().unwrap_or(0) >= self.config.max_keys;
-        if full && claims && !renewal && !(taken && matches!(&input, Input::Create { .. })) {
-            return Err(Error::Limit("this uid holds as many keys as --max-keys allows"));
+        let waiter = Waiter { id: number, handle, owner, mode, claimant, since: now };
+        if state.is_some_and(|state| state.would_wait(&waiter)) {
+            return Err(Error::Limit("this uid has as many lock requests waiting as --max-waiters allows"));
         }
-        if self.waiting.of_uid(uid) >= self.config.max_waiters
-            && let Input::Lock { handle, owner, mode, wait: Some(number), claimant } = input
-        {
-            let waiter = Waiter { id: number, handle, owner, mode, claimant, since: now };
-            if self.keys.get(&id).is_some_and(|entry| entry.state.would_wait(&waiter)) {
-                return Err(Error::Limit("this uid has as many lock requests waiting as --max-waiters allows"));
-            }
-            let claimant = waiter.claimant;
-            return Ok(Input::Lock { handle, owner, mode, wait: None, claimant });
-        }
-        Ok(input)
+        let claimant = waiter.claimant;
+        Ok(Input::Lock { handle, owner, mode, wait: None, claimant })
     }
 
     /// Takes over a step's effects: what to record, whom to answer, what to announce.
@@ -357,25 +343,28 @@ impl Inner {
         }
         let (unsettled, recorded) = (self.is_unsettled(id), self.is_recorded(id));
         for (waiter, reply) in grants {
-            let Some((done, since_ns)) = self.waiting.remove(waiter) else { continue };
-            let waited_ns = now.boot_ns.saturating_sub(since_ns);
+            let Some((done, waited)) = self.waiting.remove(waiter, now) else { continue };
             // It may have given a share back to get into line.
             let interrupted = reply == Err(Error::Interrupted);
             if interrupted && recorded || reply.is_err() && !interrupted && !unsettled {
-                self.metrics.waited(&reply, waited_ns);
+                self.metrics.waited(&reply, waited.ns);
+                let epoch = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
+                if let Some(Note { kind, detail, .. }) = waited.note(id, epoch, &reply) {
+                    self.note(now, kind, id, epoch, detail);
+                }
                 ready.push((done, reply));
                 continue;
             }
             self.touch_batch(now);
-            let waited_ns = Some(waited_ns);
-            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: interrupted, waited_ns });
+            let waited = Some(waited);
+            self.batch.answers.push(Answer { done, reply, key: Some(id), fact: interrupted, waited });
             self.batch.urgent = true;
         }
         let newest = self.keys.get(&id).map_or(Epoch(0), |entry| entry.state.epoch);
         for notice in notices {
             let (kind, epoch) = Kind::of(notice, newest);
             let detail = details.iter().find(|(about, detail)| *about == epoch && detail.is_for(kind));
-            self.note(now, kind, id, epoch, detail.map_or(Detail::None, |(_, detail)| *detail));
+            self.note(now, kind, id, epoch, detail.map_or(Detail::None, |(_, detail)| detail.clone()));
         }
         details.clear();
         self.details = details;
@@ -432,8 +421,8 @@ impl Inner {
 
     pub(super) fn announce(&mut self, now: Now, kind: Kind, id: KeyId, epoch: Epoch, detail: Detail) {
         let Some(entry) = self.keys.get(&id) else { return };
-        self.metrics.count(kind, detail);
-        self.events.push(now, kind, &entry.key, epoch, detail.pruned());
+        self.metrics.count(kind, &detail);
+        self.events.push(now, kind, &entry.key, epoch, detail.told());
         self.memory.next_event(self.events.next());
         if self.watched {
             self.changed.push(id);

@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Inner, Ready};
-use crate::batch::{Answer, Batch, Logged, Mark, Note, Undo};
+use crate::batch::{Answer, Batch, Logged, Mark, Note, Undo, Waited};
 use crate::error::Error;
 use crate::ids::KeyId;
 use crate::machine::{Input, KeyState, Reply};
@@ -40,8 +40,10 @@ impl Inner {
                 for Note { key, kind, epoch, detail, now } in batch.notes.drain(..) {
                     self.announce(now, kind, key, epoch, detail);
                 }
-                for Answer { done, reply, waited_ns, .. } in batch.answers.drain(..) {
-                    waited_ns.inspect(|ns| self.metrics.waited(&reply, *ns));
+                for Answer { done, reply, key, waited, .. } in batch.answers.drain(..) {
+                    if let Some(Note { key, kind, epoch, detail, now }) = self.end_wait(key, waited, &reply) {
+                        self.announce(now, kind, key, epoch, detail);
+                    }
                     ready.push((done, reply));
                 }
                 self.spare = batch.emptied();
@@ -95,7 +97,7 @@ impl Inner {
             for (at, answer) in batch.answers.into_iter().enumerate() {
                 let stands = answer.fact || answer.key.is_some_and(|key| stands(key, at, |mark| mark.answers));
                 let reply = if stands { answer.reply } else { Err(error.clone()) };
-                answer.waited_ns.inspect(|ns| self.metrics.waited(&reply, *ns));
+                announced.extend(self.end_wait(answer.key, answer.waited, &reply));
                 ready.push((answer.done, reply));
             }
             for (at, note) in batch.notes.into_iter().enumerate() {
@@ -115,6 +117,14 @@ impl Inner {
         TakenBack { again, undone }
     }
 
+    /// Counts a wait that an answer ends; what is to be announced of it.
+    fn end_wait(&mut self, key: Option<KeyId>, waited: Option<Waited>, reply: &Result<Reply, Error>) -> Option<Note> {
+        let (key, waited) = (key?, waited?);
+        self.metrics.waited(reply, waited.ns);
+        let epoch = self.keys.get(&key)?.state.epoch;
+        waited.note(key, epoch, reply)
+    }
+
     /// Applies again, to the keys that were put back, what has happened all the same.
     fn redo(&mut self, taken: TakenBack, now: Now, ready: &mut Ready) {
         let TakenBack { again, undone } = taken;
@@ -123,6 +133,8 @@ impl Inner {
                 // Who was answered, refused now or interrupted before, is not in line again.
                 entry.state.line.retain(|waiter| self.waiting.key(waiter.id).is_some());
             }
+            // Nobody is refused a key for one that was taken back.
+            self.refresh(*id);
         }
         for Logged { key, input, now: at } in again {
             self.repeat(key, input, at, ready);

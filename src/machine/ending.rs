@@ -13,7 +13,7 @@ use crate::time::Now;
 
 impl KeyState {
     /// The holder gives the key back: closed, unlocked or unlinked. An open draft keeps the attempt alive (§6).
-    pub(super) fn release(&mut self, why: Why, context: Context, fx: &mut Effects) {
+    pub(super) fn release(&mut self, why: Why, context: Context<'_>, fx: &mut Effects) {
         let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) else { return };
         attempt.held = false;
         attempt.orphaned = false;
@@ -21,7 +21,7 @@ impl KeyState {
         self.end_unless_kept(Outcome::Released, context, fx);
     }
 
-    fn end_unless_kept(&mut self, outcome: Outcome, context: Context, fx: &mut Effects) {
+    fn end_unless_kept(&mut self, outcome: Outcome, context: Context<'_>, fx: &mut Effects) {
         if self.live().is_some() {
             fx.changes.extend(self.attempt.clone().map(Change::Renewed));
         } else {
@@ -30,7 +30,7 @@ impl KeyState {
     }
 
     /// Records the end of the newest attempt. A committed result outweighs any other outcome.
-    fn end(&mut self, outcome: Outcome, context: Context, fx: &mut Effects) {
+    fn end(&mut self, outcome: Outcome, context: Context<'_>, fx: &mut Effects) {
         let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) else { return };
         let outcome = if attempt.result.is_some() { Outcome::Completed } else { outcome };
         attempt.held = false;
@@ -43,7 +43,7 @@ impl KeyState {
     }
 
     /// Ends the live attempt against its holder's will: its handle is told `ESTALE` from now on.
-    fn cut_off(&mut self, outcome: Outcome, why: Why, context: Context, fx: &mut Effects) {
+    fn cut_off(&mut self, outcome: Outcome, why: Why, context: Context<'_>, fx: &mut Effects) {
         self.disown(fx);
         let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) else { return };
         let handle = attempt.handle;
@@ -64,14 +64,14 @@ impl KeyState {
     }
 
     /// A handle that lost its lease does not get another, also not by a request that is in line already.
-    fn forsake(&mut self, handle: Handle, context: Context, fx: &mut Effects) {
+    fn forsake(&mut self, handle: Handle, context: Context<'_>, fx: &mut Effects) {
         if self.lost.contains(&handle) {
             self.drop_waiters(handle, &Error::Stale, fx);
         }
         self.advance(context, fx);
     }
 
-    pub(super) fn expire_if_due(&mut self, context: Context, fx: &mut Effects) {
+    pub(super) fn expire_if_due(&mut self, context: Context<'_>, fx: &mut Effects) {
         let unshared = self.drop_shares(|share| share.is_due(context.now), fx);
         if self.live().is_some_and(|attempt| attempt.is_due(context.now)) {
             self.cut_off(Outcome::Expired, "ttl ran out".into(), context, fx);
@@ -81,7 +81,13 @@ impl KeyState {
     }
 
     /// Ends attempt `epoch` if it is the one alive: a compare-and-set on the epoch (I-CAS-GUARDED).
-    pub(super) fn evict(&mut self, epoch: Epoch, why: Why, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    pub(super) fn evict(
+        &mut self,
+        epoch: Epoch,
+        why: Why,
+        context: Context<'_>,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
         if self.live().is_none_or(|attempt| attempt.epoch != epoch) {
             return Err(Error::Stale);
         }
@@ -96,7 +102,7 @@ impl KeyState {
         epoch: Epoch,
         uid: u32,
         why: Why,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         let handle = self.held_as(epoch, uid)?.handle;
@@ -109,7 +115,13 @@ impl KeyState {
     /// The holder of the orphaned attempt `epoch` is dead. As after its exit, the attempt stays registered: what it did may
     /// still be recorded, and an open draft keeps it (§6). The proof is about the handle that went with its connection: an
     /// attempt that its holder took back in the meantime is not touched.
-    pub(super) fn lose(&mut self, epoch: Epoch, why: Why, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    pub(super) fn lose(
+        &mut self,
+        epoch: Epoch,
+        why: Why,
+        context: Context<'_>,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
         let orphan = |attempt: &&mut Attempt| attempt.epoch == epoch && attempt.held && attempt.orphaned;
         let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut).filter(orphan) else { return Err(Error::Stale) };
         attempt.held = false;
@@ -124,7 +136,7 @@ impl KeyState {
         &mut self,
         handle: Handle,
         why: Why,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         self.lost.remove(&handle);
@@ -141,7 +153,7 @@ impl KeyState {
         process: Process,
         may_forget: bool,
         uid: u32,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         if let Some(attempt) = self.live() {
@@ -169,7 +181,7 @@ impl KeyState {
         handle: Handle,
         epoch: Epoch,
         uid: u32,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         if epoch == Epoch(0) || epoch > self.epoch {
@@ -219,7 +231,7 @@ impl KeyState {
         &mut self,
         handle: Handle,
         size: u64,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         // Once more by the draft that became the result: what was asked for is so.
@@ -237,7 +249,12 @@ impl KeyState {
         Ok(Reply::Done)
     }
 
-    pub(super) fn close_draft(&mut self, handle: Handle, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    pub(super) fn close_draft(
+        &mut self,
+        handle: Handle,
+        context: Context<'_>,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
         let was_live = self.live().is_some();
         self.drafts.remove(&handle);
         if was_live && self.live().is_none() {

@@ -128,7 +128,7 @@ impl KeyState {
 
     /// One share for each owner on each handle, so that none ends with another's. Whoever comes back by a new handle has
     /// it in place of one of those that went with the connection: with another, something else may still be at work.
-    fn add_share(&mut self, waiter: Waiter, context: Context, fx: &mut Effects) {
+    fn add_share(&mut self, waiter: Waiter, context: Context<'_>, fx: &mut Effects) {
         if self.sharers.iter().any(|share| share.handle == waiter.handle && share.owner == waiter.owner) {
             return;
         }
@@ -144,7 +144,7 @@ impl KeyState {
     }
 
     /// Nobody has a handle open that went with its connection, so whoever shared the key by one does so no longer.
-    pub(super) fn lose_shares(&mut self, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    pub(super) fn lose_shares(&mut self, context: Context<'_>, fx: &mut Effects) -> Result<Reply, Error> {
         if !self.drop_shares(Share::is_orphaned, fx) {
             return Err(Error::Stale);
         }
@@ -156,7 +156,7 @@ impl KeyState {
         &mut self,
         waiter: Waiter,
         wait: bool,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         // Asked again, the answer is the same, whatever became of the lease since.
@@ -190,18 +190,19 @@ impl KeyState {
 
     /// Begins an attempt for a lock that only shares of its own could be in the way of. Nobody else comes in between, so
     /// an upgrade loses nothing.
-    fn begin_locked(&mut self, waiter: Waiter, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    fn begin_locked(&mut self, waiter: Waiter, context: Context<'_>, fx: &mut Effects) -> Result<Reply, Error> {
+        self.may_begin(waiter.claimant.uid, context)?;
         self.drop_shares(|share| waiter.owns(share), fx);
         let Waiter { handle, owner, claimant, since, .. } = waiter;
         let taken = Taken { handle, owner: Some(owner), via: Via::Lock, claimant, asked: since };
-        self.begin(taken, context, fx).map(Reply::Claimed)
+        Ok(Reply::Claimed(self.begin(taken, context, fx)))
     }
 
     pub(super) fn lock_shared(
         &mut self,
         waiter: Waiter,
         wait: bool,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         if self.lost.contains(&waiter.handle) {
@@ -225,7 +226,7 @@ impl KeyState {
     }
 
     /// A lock of a handle or an owner that has the lease already: one more owner of it, and a renewal.
-    fn relock(&mut self, owner: Owner, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    fn relock(&mut self, owner: Owner, context: Context<'_>, fx: &mut Effects) -> Result<Reply, Error> {
         if let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut)
             && !attempt.owners.contains(&owner)
         {
@@ -234,14 +235,14 @@ impl KeyState {
         self.renew(None, context, fx)
     }
 
-    fn enqueue(&mut self, waiter: Waiter, context: Context, fx: &mut Effects) -> Reply {
+    fn enqueue(&mut self, waiter: Waiter, context: Context<'_>, fx: &mut Effects) -> Reply {
         self.line.push_back(waiter);
         fx.notices.push(Notice::Waiting);
         self.advance(context, fx);
         Reply::Queued
     }
 
-    pub(super) fn cancel(&mut self, id: WaiterId, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    pub(super) fn cancel(&mut self, id: WaiterId, context: Context<'_>, fx: &mut Effects) -> Result<Reply, Error> {
         let index = self.line.iter().position(|waiter| waiter.id == id).ok_or(Error::NotFound)?;
         self.line.remove(index);
         fx.grants.push((id, Err(Error::Interrupted)));
@@ -253,7 +254,7 @@ impl KeyState {
         &mut self,
         handle: Handle,
         owner: Owner,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         if self.lost.contains(&handle) {
@@ -284,8 +285,9 @@ impl KeyState {
         self.line.retain(|waiter| waiter.handle != handle);
     }
 
-    /// Grants from the head of the line as far as it can be granted: nobody waits for a key that is free.
-    pub(super) fn advance(&mut self, context: Context, fx: &mut Effects) {
+    /// Grants from the head of the line as far as it can be granted: nobody waits for a key that is free. Who may not hold
+    /// one more key by now is refused at its turn, and it is the next one's.
+    pub(super) fn advance(&mut self, context: Context<'_>, fx: &mut Effects) {
         while let Some(front) = self.line.front() {
             let shared = front.mode == Mode::Exclusive && self.is_shared_by_others(front);
             let blocked = self.live().is_some() || shared;
@@ -307,7 +309,7 @@ impl KeyState {
     }
 
     /// Another thread may wait with the very handle that now holds the key, or as its owner: it would wait for itself.
-    pub(super) fn answer_own_waiters(&mut self, context: Context, fx: &mut Effects) {
+    pub(super) fn answer_own_waiters(&mut self, context: Context<'_>, fx: &mut Effects) {
         let own = |state: &KeyState, waiter: &Waiter| {
             waiter.mode == Mode::Exclusive && state.is_holder(waiter.handle, waiter.owner)
         };

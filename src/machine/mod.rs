@@ -14,10 +14,12 @@ mod attempt;
 mod ending;
 mod line;
 mod pruned;
+mod room;
 mod state;
 
 pub use attempt::{Attempt, Claimant, Outcome, Process, ResultMeta, Via, Why};
 pub use line::{Mode, Share, Waiter};
+pub use room::Room;
 pub use state::{KeyState, State};
 
 use std::sync::Arc;
@@ -27,13 +29,15 @@ use crate::ids::{Epoch, Handle, Owner, RequestId, WaiterId};
 use crate::time::Now;
 use crate::ttl::Ttl;
 
-/// What an input is judged by besides the state: the time, and the TTL a new lease gets here.
+/// What an input is judged by besides the state: the time, the TTL a new lease gets here, and who may hold one more key.
 #[derive(Clone, Copy, Debug)]
-pub struct Context {
+pub struct Context<'a> {
     /// The time of the input.
     pub now: Now,
     /// The namespace's TTL for new leases.
     pub ttl: Ttl,
+    /// Which users may be granted the key.
+    pub room: Room<'a>,
 }
 
 /// Something that happens to a key.
@@ -286,7 +290,7 @@ struct Effects {
 
 impl KeyState {
     /// Applies an input. A refused input changes nothing but what time alone changes.
-    pub fn apply(&mut self, input: Input, context: Context) -> Step {
+    pub fn apply(&mut self, input: Input, context: Context<'_>) -> Step {
         let mut fx = Effects::default();
         let before = self.told();
         self.expire_if_due(context, &mut fx);

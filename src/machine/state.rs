@@ -146,7 +146,7 @@ impl KeyState {
         &mut self,
         handle: Handle,
         claimant: Claimant,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         // Asked again, the answer is the same: this handle was given the lease, whatever became of it since.
@@ -164,16 +164,22 @@ impl KeyState {
         if self.live().is_some() || shared || self.finished || promised {
             return Err(Error::Taken);
         }
+        self.may_begin(claimant.uid, context)?;
         self.drop_shares(|share| share.is_left_by(&claimant), fx);
         let taken = Taken { handle, owner: None, via: Via::Create, claimant, asked: context.now };
-        self.begin(taken, context, fx).map(Reply::Claimed)
+        Ok(Reply::Claimed(self.begin(taken, context, fx)))
     }
 
-    /// Begins the next attempt. The caller has made sure that nobody holds, shares or keeps the key.
-    pub(super) fn begin(&mut self, taken: Taken, context: Context, fx: &mut Effects) -> Result<Epoch, Error> {
+    /// Whether the next attempt may begin, for this user; to be asked before anything is changed for it.
+    pub(super) fn may_begin(&self, uid: u32, context: Context<'_>) -> Result<(), Error> {
         if self.epoch >= Epoch::MAX {
             return Err(Error::Limit("this key has used all its epochs"));
         }
+        context.room.check(uid)
+    }
+
+    /// Begins the next attempt. The caller has made sure that it may, and that nobody holds, shares or keeps the key.
+    pub(super) fn begin(&mut self, taken: Taken, context: Context<'_>, fx: &mut Effects) -> Epoch {
         debug_assert!(self.live().is_none() && self.sharers.is_empty());
         self.previous_outcome = self.last_outcome();
         self.epoch = self.epoch.next();
@@ -205,7 +211,7 @@ impl KeyState {
         fx.changes.push(Change::Claimed(Arc::clone(&attempt)));
         fx.notices.push(Notice::Granted(self.epoch));
         self.attempt = Some(attempt);
-        Ok(self.epoch)
+        self.epoch
     }
 
     /// Whether it is held by an attempt whose connection is gone.
@@ -227,7 +233,7 @@ impl KeyState {
         handle: Handle,
         owner: Option<Owner>,
         via: Via,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         if let Some(attempt) = self.attempt.as_mut().map(Arc::make_mut) {
@@ -245,7 +251,7 @@ impl KeyState {
         &mut self,
         handle: Handle,
         note: Option<Arc<str>>,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         if self.lost.contains(&handle) {
@@ -258,7 +264,12 @@ impl KeyState {
     }
 
     /// Renews the attempt that is held; the caller has made sure whose it is.
-    pub(super) fn renew(&mut self, note: Option<Arc<str>>, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    pub(super) fn renew(
+        &mut self,
+        note: Option<Arc<str>>,
+        context: Context<'_>,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
         let attempt = self.attempt.as_mut().map(Arc::make_mut).ok_or(Error::Stale)?;
         attempt.renewed = context.now;
         attempt.extend(context.now);
@@ -276,7 +287,7 @@ impl KeyState {
         &mut self,
         epoch: Epoch,
         uid: u32,
-        context: Context,
+        context: Context<'_>,
         fx: &mut Effects,
     ) -> Result<Reply, Error> {
         self.held_as(epoch, uid)?;
@@ -290,7 +301,13 @@ impl KeyState {
         if uid == 0 || uid == attempt.claimant.uid { Ok(attempt) } else { Err(Error::Denied) }
     }
 
-    pub(super) fn set_ttl(&mut self, uid: u32, ttl: Ttl, context: Context, fx: &mut Effects) -> Result<Reply, Error> {
+    pub(super) fn set_ttl(
+        &mut self,
+        uid: u32,
+        ttl: Ttl,
+        context: Context<'_>,
+        fx: &mut Effects,
+    ) -> Result<Reply, Error> {
         let attempt = self.own(uid)?;
         let before = std::mem::replace(&mut attempt.ttl, ttl);
         attempt.extend(context.now);

@@ -24,7 +24,7 @@ struct Bench {
 impl Bench {
     fn apply(&mut self, input: Input) -> Step {
         let now = Now { boot_ns: NOW.boot_ns + self.elapsed_ns, ..NOW };
-        self.key.apply(input, Context { now, ttl: Ttl::DEFAULT })
+        self.key.apply(input, Context { now, ttl: Ttl::DEFAULT, room: Room::default() })
     }
 
     fn create(&mut self, handle: u64) -> Result<Reply, Error> {

@@ -6,17 +6,18 @@
 mod histogram;
 mod text;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::Error;
-use crate::events::{Kind, Pruned};
+use crate::events::{Kind, More, Pruned, Wait};
 use crate::ids::Epoch;
 use crate::machine::{Change, Reply, Via};
 pub use histogram::Histogram;
 use histogram::{COMMITS, SPANS};
 
 /// What belongs to an event and is counted with it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// Nothing.
     None,
@@ -28,6 +29,8 @@ pub enum Detail {
     Size(u64),
     /// What was pruned.
     Pruned(Pruned),
+    /// Who waited in vain: counted by [`Metrics::waited`], as every wait is.
+    Wait(Arc<Wait>),
 }
 
 impl Detail {
@@ -45,23 +48,25 @@ impl Detail {
     }
 
     /// Whether it belongs to events of a kind.
-    pub fn is_for(self, kind: Kind) -> bool {
+    pub fn is_for(&self, kind: Kind) -> bool {
         match self {
             Detail::None => false,
             Detail::Via(_) => kind == Kind::Granted,
             Detail::Size(_) => kind == Kind::Completed,
             Detail::Pruned(_) => kind == Kind::Pruned,
+            Detail::Wait(_) => matches!(kind, Kind::Interrupted | Kind::Refused),
             Detail::Held(_) => {
                 matches!(kind, Kind::Released | Kind::Finished | Kind::Expired | Kind::Evicted | Kind::Lost)
             }
         }
     }
 
-    /// What was pruned, if it says so.
-    pub fn pruned(self) -> Option<Pruned> {
+    /// What of it the event tells.
+    pub fn told(self) -> More {
         match self {
-            Detail::Pruned(pruned) => Some(pruned),
-            _ => None,
+            Detail::Pruned(pruned) => More::Pruned(pruned),
+            Detail::Wait(wait) => More::Wait(wait),
+            _ => More::Nothing,
         }
     }
 }
@@ -152,9 +157,9 @@ pub struct Outside {
 
 impl Metrics {
     /// Counts an event.
-    pub fn count(&mut self, kind: Kind, detail: Detail) {
-        match detail {
-            Detail::None | Detail::Via(_) => {}
+    pub fn count(&mut self, kind: Kind, detail: &Detail) {
+        match *detail {
+            Detail::None | Detail::Via(_) | Detail::Wait(_) => {}
             Detail::Held(ns) => self.held.observe(ns),
             Detail::Size(bytes) => self.result_bytes += bytes,
             Detail::Pruned(Pruned { attempts, results }) => {
@@ -163,7 +168,7 @@ impl Metrics {
             }
         }
         let counter = match kind {
-            Kind::Granted if detail == Detail::Via(Via::Create) => &mut self.creates,
+            Kind::Granted if *detail == Detail::Via(Via::Create) => &mut self.creates,
             Kind::Granted => &mut self.locks,
             Kind::Denied => &mut self.denials,
             Kind::Waiting => &mut self.waits,
@@ -175,6 +180,7 @@ impl Metrics {
             Kind::Completed => &mut self.completions,
             Kind::Stale => &mut self.stale,
             Kind::Finished | Kind::Shared | Kind::Unshared | Kind::Forgotten | Kind::Pruned => return,
+            Kind::Interrupted | Kind::Refused => return,
         };
         *counter += 1;
     }

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use libc::{LOCK_EX, LOCK_NB, O_NONBLOCK, O_RDONLY, POLLIN};
 use nix::errno::Errno;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, Fd};
-use crate::common::{Mount, assert_ok};
+use crate::common::{LEASEFS, Mount, assert_ok, wait_for};
 
 /// A reader of the stream.
 struct Stream {
@@ -104,6 +105,93 @@ fn denials_waits_renewals_and_expiries_are_told() {
     assert_eq!(stream.find("granted", "k")["epoch"], 2);
     other.answer().expect("granted");
     assert_eq!(agent.write(fd, "late"), Err(Errno::ESTALE));
+}
+
+#[test]
+fn a_wait_in_vain_is_told_with_who_waited_and_for_how_long() {
+    let mount = Mount::new();
+    let (holder, other) = (Agent::new(), Agent::new());
+    let path = mount.claim("k");
+    let mut stream = Stream::open(&mount);
+    let fd = holder.create(&path).expect("free key");
+    let in_line = |count: u64| mount.wait_status("k", "in line", |status| status["waiters"] == count);
+    // Killed while it waits.
+    let killed = Agent::new();
+    killed.begin_flock(killed.handle(&path), LOCK_EX);
+    in_line(1);
+    killed.signal(Signal::SIGKILL);
+    let event = stream.find("interrupted", "k");
+    let who = (&event["pid"], &event["uid"], &event["command"]);
+    assert_eq!(who, (&json!(killed.pid()), &json!(0), &json!("python3")), "{event}");
+    assert_eq!(event["epoch"], 1, "{event}");
+    // Out of time: by flock(1) itself, of which its shell has the handle, and by a run, which waits by several calls.
+    for (command, name) in [("flock -w 0.3 9; exit $?", "bash"), ("$LEASEFS run -w 0.3 k -- true", "leasefs")] {
+        let output = mount.bash(&format!("LEASEFS={LEASEFS}; exec 9>$M/claims/k; {command}"));
+        assert_eq!(output.status.code(), Some(1), "{command}");
+        let event = stream.find("interrupted", "k");
+        assert_eq!(event["command"], name, "{command}: {event}");
+        let waited = event["waited_ms"].as_u64().expect("a number");
+        assert!((250..30_000).contains(&waited), "{command}: {event}");
+    }
+    // Nobody who was granted the key, or did not wait for it, is told of.
+    let handle = other.handle(&path);
+    assert_eq!(other.flock(handle, LOCK_EX | LOCK_NB), Err(Errno::EAGAIN));
+    other.begin_flock(handle, LOCK_EX);
+    in_line(1);
+    holder.close(fd);
+    other.answer().expect("granted");
+    loop {
+        let event = stream.next();
+        assert!(event["event"] != "interrupted" && event["event"] != "refused", "{event}");
+        if event["event"] == "granted" && event["epoch"] == 2 {
+            assert!(event["pid"].is_null() && event["waited_ms"].is_null(), "of vain waits alone: {event}");
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_wait_in_vain_is_told_once_however_many_servers_it_outlasts() {
+    let mount = Mount::new();
+    let (holder, waiter, end) = (Agent::new(), Agent::new(), Agent::new());
+    let path = mount.claim("k");
+    let mut stream = Stream::open(&mount);
+    holder.create(&path).expect("free key");
+    waiter.begin_flock(waiter.handle(&path), LOCK_EX);
+    mount.wait_status("k", "in line", |status| status["waiters"] == 1);
+    let since = mount.status("k")["line"][0]["since"].clone();
+    // What was not read when a server is killed would be a gap.
+    stream.find("waiting", "k");
+    for _ in 0..3 {
+        let server = mount.server_pid().expect("a server");
+        kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
+        wait_for("another server has it in line", || {
+            mount.server_pid().is_some_and(|pid| pid != server) && mount.status("k")["waiters"] == 1
+        });
+        stream.find("waiting", "k");
+    }
+    // Signalled while nobody serves, or while it is put in line again: that is not forgotten either.
+    let server = mount.server_pid().expect("a server");
+    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
+    waiter.signal(Signal::SIGKILL);
+    end.create(&mount.claim("end")).expect("free key");
+    mount.wait_status("k", "nobody waits", |status| status["waiters"] == 0);
+    end.create(&mount.claim("last")).expect("free key");
+    let mut told = Vec::new();
+    loop {
+        let event = stream.next();
+        match (event["event"].as_str(), event["key"].as_str()) {
+            (Some("interrupted"), _) => told.push(event),
+            (_, Some("last")) => break,
+            _ => {}
+        }
+    }
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert_eq!(told[0]["pid"], waiter.pid());
+    let at =
+        |time: &Value| time.as_str().expect("a time").parse::<jiff::Timestamp>().expect("RFC 3339").as_millisecond();
+    let (waited, lasted) = (told[0]["waited_ms"].as_i64().expect("a number"), at(&told[0]["time"]) - at(&since));
+    assert!((waited - lasted).abs() < 50, "{waited} of {lasted} ms: since it asked the first server");
 }
 
 #[test]

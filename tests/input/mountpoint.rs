@@ -198,3 +198,21 @@ fn a_proc_of_another_pid_namespace() {
     assert_not_mounted(&place.mnt());
     assert!(!place.state().exists());
 }
+
+#[test]
+fn a_path_that_is_no_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    let odd = place.path("").join(std::ffi::OsStr::from_bytes(b"odd\xff"));
+    fs::create_dir(&odd).expect("mkdir");
+    for (mountpoint, state) in [(odd.clone(), place.state()), (place.mnt(), odd.join("state"))] {
+        let output = place.mount_at(&mountpoint, &state, &[]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.lines().count() == 1 && said.contains("odd") && said.contains("is not UTF-8: give"), "{said}");
+        let mounts = fs::read("/proc/self/mounts").expect("mounts");
+        let here = place.path("");
+        assert!(!String::from_utf8_lossy(&mounts).contains(here.to_str().expect("UTF-8")), "something is mounted");
+        assert!(!state.exists(), "nothing was made");
+    }
+}

@@ -39,6 +39,11 @@ impl Place {
         place
     }
 
+    /// Mounts the same state again, once its keeper has ended.
+    pub fn mount_again(&mut self) {
+        self.start(LEASEFS.as_ref(), &[], &[]);
+    }
+
     fn start(&mut self, program: &Path, options: &[&str], variables: &[(&str, &str)]) {
         let log = File::create(self.path("log")).expect("log");
         let mut command = Command::new(program);

@@ -1,6 +1,6 @@
 //! The state machine that serves the mount against the contract's model, one request after another.
 
-use leasefs::machine::{Change, Context, KeyState};
+use leasefs::machine::{Change, Context, KeyState, Room};
 use leasefs::{Epoch, Handle, WaiterId};
 use proptest::prelude::*;
 
@@ -97,7 +97,7 @@ fn play(moves: &[Move]) -> Result<(), TestCaseError> {
         now_ns = after(now_ns, *pause, model.deadline_ns());
         let Some(input) = players.input(*act, key.epoch, &mut numbers) else { continue };
         let before = key.clone();
-        let step = key.apply(input.clone(), Context { now: moment(now_ns), ttl: *ttl });
+        let step = key.apply(input.clone(), Context { now: moment(now_ns), ttl: *ttl, room: Room::default() });
         let (reply, grants) = model.step(&input, now_ns, *ttl);
         prop_assert_eq!(&step.reply, &reply, "the answer to {:?}", input);
         prop_assert_eq!(step.grants, grants, "who is granted by {:?}", input);

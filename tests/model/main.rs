@@ -9,6 +9,7 @@ mod faults;
 mod game;
 mod journal;
 mod ledger;
+mod limits;
 #[allow(dead_code, reason = "the suites on a mount use more of it")]
 #[path = "../suites/linear.rs"]
 mod linear;

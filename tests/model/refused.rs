@@ -392,6 +392,52 @@ fn a_name_is_taken_until_the_removal_of_its_namespace_is_recorded() {
     assert!(engine.open_name(NamespaceId::ROOT, b"n", now).is_ok());
 }
 
+/// The kinds of the events so far.
+fn heard(desk: &Desk) -> Vec<String> {
+    let text = desk.rig.engine.events(0, 1 << 20, &Credentials::default()).0;
+    let kind = |line: &str| -> serde_json::Value { serde_json::from_str(line).expect("JSON") };
+    text.lines().map(|line| kind(line)["event"].as_str().expect("a kind").to_owned()).collect()
+}
+
+#[test]
+fn a_wait_that_ends_with_an_error_is_told_of_once() {
+    let (desk, holder) = Desk::held();
+    let (second, third) = (desk.open(), desk.open());
+    let (_, granted) = desk.wait(second, Mode::Exclusive);
+    let (waiter, interrupted) = desk.wait(third, Mode::Exclusive);
+    desk.close(holder);
+    desk.rig.engine.interrupt(waiter, desk.now);
+    desk.fail();
+    desk.flush();
+    assert_eq!((granted.lock().len(), interrupted.lock().len()), (1, 1));
+    let mut kinds = heard(&desk);
+    kinds.sort();
+    // Nothing is told of the grant that never was.
+    assert_eq!(kinds, ["granted", "interrupted", "refused", "released", "waiting", "waiting"]);
+    let text = desk.rig.engine.events(0, 1 << 20, &Credentials::default()).0;
+    let refused = text.lines().find(|line| line.contains("refused")).expect("it is there");
+    let refused: serde_json::Value = serde_json::from_str(refused).expect("JSON");
+    assert_eq!((&refused["uid"], &refused["waited_ms"]), (&uid(1).into(), &0.into()), "{refused}");
+    let metrics = desk.rig.engine.metrics(&Outside::default(), desk.now).expect("it can be read");
+    assert!(metrics.contains("interrupted_waits_total 2\n"), "{metrics}");
+}
+
+#[test]
+fn a_wait_that_ends_while_others_are_recorded_is_told_of_all_the_same() {
+    let (desk, _) = Desk::held();
+    let second = desk.open();
+    let (waiter, told) = desk.wait(second, Mode::Exclusive);
+    // Another key's grant is on its way, and fails.
+    let other = desk.rig.engine.open_name(NamespaceId::ROOT, b"other", desk.now).expect("a key");
+    let handle = desk.rig.engine.new_handle();
+    let create = Input::Create { handle, claimant: claimant(1, 1) };
+    desk.rig.engine.submit(other, create, desk.now, Box::new(|_| ()));
+    desk.rig.engine.interrupt(waiter, desk.now);
+    assert_eq!(*told.lock(), [Err(Error::Interrupted)], "at once");
+    desk.fail();
+    assert_eq!(heard(&desk), ["granted", "waiting", "interrupted"]);
+}
+
 #[test]
 fn nobody_hears_of_a_grant_that_was_refused() {
     let desk = Desk::new();

@@ -177,10 +177,13 @@ pub struct Rig {
     first: u64,
 }
 
+/// Keys one user may hold unless a test says otherwise.
+const MAX_KEYS: usize = 1_000;
+
 /// The TTL of leases where no namespace sets another, in milliseconds.
 pub const TTL_MS: u64 = 1_000;
 
-fn config(storage: Storage) -> Config {
+fn config(storage: Storage, max_keys: usize) -> Config {
     let root = NamespaceRow {
         id: NamespaceId::ROOT,
         path: String::new(),
@@ -195,7 +198,7 @@ fn config(storage: Storage) -> Config {
         ttl_ms: None,
         request: leasefs::RequestId(0),
     };
-    let (max_result, max_keys, max_waiters) = (1 << 20, 1_000, 1_000);
+    let (max_result, max_waiters) = (1 << 20, 1_000);
     let durability = if storage == Storage::Process { Durability::Process } else { Durability::Full };
     Config { ttl: ttl(TTL_MS), durability, max_result, max_keys, max_waiters, root }
 }
@@ -221,6 +224,10 @@ impl Memory for Recorder {
 }
 
 fn open(storage: Storage, dir: &TempDir, orders: &Orders, start: Start<'_>) -> Arc<Engine> {
+    open_with(config(storage, MAX_KEYS), storage, dir, orders, start)
+}
+
+fn open_with(config: Config, storage: Storage, dir: &TempDir, orders: &Orders, start: Start<'_>) -> Arc<Engine> {
     let registry: Box<dyn Registry> = match storage {
         Storage::Plain => Box::new(SqliteRegistry::open(dir.path(), Check::Full).expect("registry")),
         Storage::Process | Storage::Full => Box::new(Journal::open(dir.path(), Check::Full).expect("registry")),
@@ -230,7 +237,7 @@ fn open(storage: Storage, dir: &TempDir, orders: &Orders, start: Start<'_>) -> A
     if start.survivors.is_none() {
         results.drop_drafts(|_| false);
     }
-    Arc::new(Engine::open(config(storage), Box::new(registry), results, start).expect("engine"))
+    Arc::new(Engine::open(config, Box::new(registry), results, start).expect("engine"))
 }
 
 /// A new directory; in memory where there is such a place.
@@ -262,6 +269,15 @@ impl Rig {
     /// A new state directory.
     pub fn new(now: Now) -> Rig {
         Rig::on(Storage::Plain, now)
+    }
+
+    /// A new state directory whose users may hold so many keys.
+    pub fn with_max_keys(max_keys: usize, now: Now) -> Rig {
+        let (storage, dir, orders, recorder) = (Storage::Plain, new_dir(), Orders::default(), Recorder::default());
+        let start = Start { memory: Box::new(recorder.clone()), ..Start::alone("boot-1", now) };
+        let engine = open_with(config(storage, max_keys), storage, &dir, &orders, start);
+        let first = engine.generation();
+        Rig { storage, dir: Arc::new(dir), engine, orders, recorder, first }
     }
 
     /// A new state directory with this storage.

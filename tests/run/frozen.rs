@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use crate::common::{LEASEFS, Mount, assert_ok, stop, wait_for};
-use crate::{Next, Run, send};
+use crate::{Next, Run, send, set_ttl};
 
 /// Two processes deaf to TERM, one of them in a session of its own.
 const DEAF: &str = r#"
@@ -72,6 +72,47 @@ fn a_tree_that_does_not_say_what_it_has_woken_the_guard_for_does_not_hold_it_up(
     wait_for("the command is dead", || run.living().is_empty());
     send(server, Signal::SIGCONT);
     assert_eq!(next.found_alive(), [0; 0]);
+    assert_eq!(run.code(), Some(75));
+}
+
+#[test]
+fn a_ttl_that_is_shortened_while_the_runner_is_frozen_is_kept() {
+    let mount = Mount::new();
+    // Of one key, of the second of two, of a command that would outlive a runner that is killed.
+    let cases: [(&str, &[&str]); 3] = [("job", &["job"]), ("zz", &["job", "zz"]), ("job", &["--child-keeps", "job"])];
+    for (key, args) in cases {
+        let args = [&["--ttl", "1d"], args, &["--", "sh", "-c", DEAF]].concat();
+        let mut run = Run::start(&mount, &args);
+        wait_for("the command's processes are there", || run.pids().len() == 2);
+        let next = Next::in_line(&mount, key, &run.pids());
+        run.runner.signal("STOP");
+        set_ttl(&mount, key, "1s");
+        assert_eq!(next.found_alive(), [0; 0], "{args:?}");
+        assert_eq!(mount.status(key)["outcome"], "expired", "{args:?}");
+        run.runner.signal("CONT");
+        assert_eq!(run.code(), Some(75));
+        let said = run.said();
+        assert!(said.contains("not renewed in time: the command was ended before the lease ran out"), "{said}");
+    }
+    mount.verify();
+}
+
+#[test]
+fn a_command_goes_on_where_the_ttl_is_made_longer_again_while_its_runner_is_frozen() {
+    let mount = Mount::new();
+    let mut run = Run::script(&mount, &["--ttl", "1d"], DEAF, 2);
+    run.runner.signal("STOP");
+    set_ttl(&mount, "job", "3s");
+    set_ttl(&mount, "job", "1h");
+    let until = Instant::now() + Duration::from_secs(4);
+    wait_for("the shorter TTL is over", || {
+        assert_eq!((run.living().len(), mount.state_of("job").as_str()), (2, "held"));
+        Instant::now() > until
+    });
+    // And shortened once more, it is ended all the same.
+    set_ttl(&mount, "job", "1s");
+    wait_for("the command is dead", || run.living().is_empty());
+    run.runner.signal("CONT");
     assert_eq!(run.code(), Some(75));
 }
 

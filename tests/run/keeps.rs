@@ -4,7 +4,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use crate::common::{InTime, Mount, assert_ok, stdout, wait_for};
-use crate::{Next, Run};
+use crate::{Next, Run, set_ttl};
 
 /// A command that ends when its file `go` is there, with code 4.
 const PATIENT: &str = r#"echo $$ >>"$SEEN"; while [ ! -e "$SEEN.go" ]; do sleep 0.01; done; exit 4"#;
@@ -138,13 +138,6 @@ fn inheriting_alone_does_not_let_the_command_outlive_its_runner() {
     assert_eq!(next.found_alive(), [0; 0]);
 }
 
-/// Sets the TTL of the key from a day to a second, as another process of the same user.
-fn shorten(mount: &Mount) {
-    let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', b'1s')";
-    let mut command = mount.command("python3");
-    assert_ok(&command.args(["-c", set]).arg(mount.claim("job")).output_in_time());
-}
-
 #[test]
 fn a_ttl_that_is_shortened_meanwhile_is_kept_as_well() {
     let mount = Mount::new();
@@ -159,7 +152,7 @@ fn a_ttl_that_is_shortened_meanwhile_is_kept_as_well() {
             "guard" => run.kill_guard(),
             _ => {}
         }
-        shorten(&mount);
+        set_ttl(&mount, "job", "1s");
         let until = Instant::now() + Duration::from_secs(3);
         wait_for("three TTLs pass", || {
             let status = mount.status("job");

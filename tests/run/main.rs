@@ -21,7 +21,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use common::agent::{Agent, Stray, count, has_ended};
-use common::{Background, LEASEFS, Mount, read_in_time, wait_for};
+use common::{Background, InTime, LEASEFS, Mount, assert_ok, read_in_time, wait_for};
 
 /// A run in the background. What it started and has not ended is killed when the value goes.
 struct Run {
@@ -92,6 +92,13 @@ impl Drop for Run {
 
 fn send(pid: i32, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap_or_else(|e| panic!("{signal} to {pid}: {e}"));
+}
+
+/// Sets the TTL of a key that is held, as another process of the same user.
+fn set_ttl(mount: &Mount, key: &str, ttl: &str) {
+    let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', sys.argv[2].encode())";
+    let mut command = mount.command("python3");
+    assert_ok(&command.args(["-c", set]).arg(mount.claim(key)).arg(ttl).output_in_time());
 }
 
 /// Whether a process is stopped.

@@ -1,10 +1,11 @@
-//! What a person sees: `ls`, `top`, `who`, `watch`, `timeline`, progress, and warnings of processes that wait for each
-//! other. Terminals are real ones, looked at through tmux.
+//! What a person sees: `ls`, `top`, `who`, `watch`, `timeline`, progress, completion, and warnings of processes that wait
+//! for each other. Terminals are real ones, looked at through tmux.
 
 #[path = "../common/mod.rs"]
 mod common;
 mod screen;
 
+mod completion;
 mod ls;
 mod rings;
 mod timeline;

@@ -37,11 +37,30 @@ fn a_person_reads_what_happens_to_whom() {
     assert!(line.ends_with(&format!("pid {} (python3), uid 0", agent.pid())), "{line}");
     assert_eq!(words[0].len(), "12:00:00.000".len(), "{line}");
     assert_ok(&mount.leasefs(&["evict", "job", "--epoch", "1"]));
-    assert!(script.line().is_some_and(|line| line.contains("evicted    job  epoch 1")));
+    assert!(script.line().is_some_and(|line| line.contains("evicted      job  epoch 1")));
     assert!(agent.write(fd, "late").is_err());
-    assert!(script.line().is_some_and(|line| line.contains("stale      job")));
+    assert!(script.line().is_some_and(|line| line.contains("stale        job")));
     let mut script = script;
     assert!(script.wait().success(), "after three");
+}
+
+#[test]
+fn a_person_reads_who_gave_up_waiting_and_after_how_long() {
+    let mount = Mount::new();
+    let (holder, waiter) = (Agent::new(), Agent::new());
+    holder.create(&mount.claim("job")).expect("free");
+    let mut script = watch(&mount, &["--count", "2"]);
+    waiter.begin_flock(waiter.handle(&mount.claim("job")), LOCK_EX);
+    mount.wait_status("job", "in line", |status| status["waiters"] == 1);
+    waiter.signal(Signal::SIGKILL);
+    assert!(script.line().is_some_and(|line| line.contains("waiting      job  epoch 1")));
+    let line = script.line().expect("a line");
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let pid = waiter.pid().to_string();
+    let told = ["interrupted", "job", "epoch", "1", "pid", &pid, "(python3),", "uid", "0,", "after"];
+    assert_eq!(words[1..11], told, "{line}");
+    assert_eq!(words[12..], ["in", "line"], "{line}");
+    assert!(script.wait().success());
 }
 
 #[test]

@@ -209,6 +209,22 @@ fn state_directories_that_will_not_last_or_cannot_be_used() {
 }
 
 #[test]
+fn a_state_directory_may_be_named_from_where_one_is() {
+    let dir = tempfile::tempdir().expect("directory");
+    fs::create_dir(dir.path().join("there")).expect("mkdir");
+    let doctor = |state: &str| {
+        let mut doctor = Command::new(LEASEFS);
+        doctor.args(["doctor", "--json", "--state", state]).current_dir(dir.path()).output_in_time()
+    };
+    for state in ["new", "there/new", "./there/new"] {
+        let (verdict, text, _) = found(&doctor(state), "state", "new");
+        assert!(verdict == "ok" && text.contains("made by the first mount"), "{state}: {text}");
+    }
+    let (verdict, text, _) = found(&doctor("nowhere/new"), "state", "new");
+    assert!(verdict == "fail" && text.ends_with("nowhere does not exist"), "{text}");
+}
+
+#[test]
 fn a_registry_that_cannot_be_served_is_found_before_it_is_mounted() {
     let mut mount = Mount::new();
     let agent = Agent::new();

@@ -154,14 +154,10 @@ fn every_metric_is_documented() {
 
 #[test]
 fn completions_offer_what_is_for_people() {
-    let dir = tempfile::tempdir().expect("directory");
-    assert_ok(&leasefs(&["generate", dir.path().to_str().expect("UTF-8")]));
     let complete = |words: &[&str]| {
-        let script = "source \"$1\"; shift; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); \
-                      _leasefs leasefs \"${COMP_WORDS[COMP_CWORD]}\" \"${COMP_WORDS[COMP_CWORD-1]}\"; \
-                      printf '%s\\n' \"${COMPREPLY[@]}\"";
-        let file = dir.path().join("completions/leasefs.bash");
-        let output = Command::new("bash").args(["-c", script, "bash"]).arg(file).args(words).output_in_time();
+        let mut shell = Command::new(LEASEFS);
+        shell.env("LEASEFS_COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", (words.len() - 1).to_string());
+        let output = shell.env("_CLAP_IFS", "\n").arg("--").args(words).output_in_time();
         assert_ok(&output);
         stdout(&output).lines().map(str::to_owned).collect::<Vec<_>>()
     };
@@ -169,13 +165,22 @@ fn completions_offer_what_is_for_people() {
     for command in commands() {
         assert!(offered.contains(&command), "{command}: {offered:?}");
     }
-    for hidden in ["serve", "probe", "generate"] {
+    for hidden in ["serve", "probe", "generate", "hold"] {
         assert!(!offered.contains(&hidden.to_owned()), "{hidden}: {offered:?}");
+        assert!(complete(&["leasefs", &hidden[..3]]).iter().all(|word| word != hidden), "{hidden}");
     }
     assert_eq!(complete(&["leasefs", "doc"]), ["doctor"]);
     assert!(complete(&["leasefs", "doctor", "--"]).contains(&"--json".to_owned()));
-    for file in ["_leasefs", "leasefs.fish"] {
+    // Each shell is told how to ask; whatever a variable of that name says, none that asks for nothing is answered.
+    let dir = tempfile::tempdir().expect("directory");
+    assert_ok(&leasefs(&["generate", dir.path().to_str().expect("UTF-8")]));
+    for (file, shell) in [("leasefs.bash", "bash"), ("_leasefs", "zsh"), ("leasefs.fish", "fish")] {
         let text = fs::read_to_string(dir.path().join("completions").join(file)).expect("completions");
-        assert!(text.contains("doctor") && !text.contains("serve a connection"), "{file}");
+        assert!(
+            text.contains(&format!("LEASEFS_COMPLETE=\"{shell}\"")) || text.contains("LEASEFS_COMPLETE=fish"),
+            "{text}"
+        );
     }
+    let mut usual = Command::new(LEASEFS);
+    assert!(stdout(&usual.arg("--version").env("LEASEFS_COMPLETE", "").output_in_time()).starts_with("leasefs "));
 }

@@ -89,6 +89,12 @@ impl Machine {
         stdout(&output)
     }
 
+    /// Waits until it is off.
+    pub fn wait_off(&mut self) {
+        let podman = self.podman.as_mut().expect("it was started");
+        wait_for("the machine is off", || podman.try_wait().expect("wait").is_some());
+    }
+
     /// What the units said.
     fn journal(&self) -> String {
         stdout(&self.run("journalctl --no-pager -n 40 -o short-monotonic"))

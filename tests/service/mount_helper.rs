@@ -88,12 +88,49 @@ fn a_line_of_fstab_is_mounted_once() {
 }
 
 #[test]
+fn odd_paths_and_options_that_come_twice_are_taken_as_mount_8_takes_them() {
+    let output = in_a_namespace(
+        r#"
+        mkdir "$D/real" && ln -s real "$D/link" && mkdir "$D/m t"
+        trap 'umount "$D/m t" $D/mnt 2>/dev/null || true' EXIT
+        # A state directory that is not there yet, by a link, with a blank and a comma; what mount(8) is given beats fstab.
+        echo "$D/link/st\040a,te $D/m\040t leasefs ttl=1h,allow_other,nofail 0 0" >/etc/fstab
+        mount -o ttl=2h,allow_other "$D/m t"
+        mount -a
+        findmnt -no SOURCE "$D/m t" | sed s,.*real,real,
+        grep -c fuse.leasefs <<<"$(grep $D /proc/self/mounts)"
+        grep -o '"ttl_ms":[0-9]*' "$D/m t/.leasefs/config"
+        umount "$D/m t"
+        # By a path from here, and by the type that the kernel shows.
+        ln -s mount.leasefs $D/sbin/mount.fuse.leasefs
+        cd $D && mount -t leasefs state mnt && cd /
+        findmnt -no SOURCE $D/mnt | sed s,.*/,/,
+        mount -o remount,ttl=1h $D/mnt 2>&1 | sed 's/ it .*//'
+        umount $D/mnt
+        mount.leasefs --help | head -1; mount.leasefs --version
+        "#,
+    );
+    let version = concat!("mount.leasefs ", env!("CARGO_PKG_VERSION"));
+    let expected = [
+        "real/st a,te",
+        "1",
+        "\"ttl_ms\":7200000",
+        "/state",
+        "mount.leasefs: a tree cannot be remounted: unmount",
+        "mount.leasefs STATE_DIR MOUNTPOINT [-sfnv] [-o OPTIONS]",
+        version,
+    ];
+    assert_eq!(lines(&output), expected);
+}
+
+#[test]
 fn what_is_wrong_is_told_in_one_line_and_mounts_nothing() {
     let output = in_a_namespace(
         r#"
         try() { code=0; said=$(mount -t leasefs "$@" 2>&1) || code=$?; echo "$code $(wc -l <<<"$said") $said"; }
         try -o tll=1h $D/state $D/mnt
         try -o ttl=never $D/state $D/mnt
+        try -o durability=none $D/state $D/mnt
         try none $D/mnt
         try $D/no/such $D/mnt
         try $D/state $D/nowhere
@@ -106,11 +143,12 @@ fn what_is_wrong_is_told_in_one_line_and_mounts_nothing() {
     let lines = lines(&output);
     let expected = [
         ("1 1 mount.leasefs: ", "-o tll=1h is not known"),
-        ("32 1 mount.leasefs: ", "ttl"),
+        ("32 1 mount.leasefs: ", "for -o ttl: a TTL looks like"),
+        ("32 1 mount.leasefs: ", "for -o durability: use full or process"),
         ("1 1 mount.leasefs: ", "the source is the state directory"),
         ("32 1 mount.leasefs: ", "mkdir it first"),
         ("32 1 mount.leasefs: ", "nowhere does not exist"),
-        ("mount.leasefs: ", "1 paths are given"),
+        ("mount.leasefs: ", "two paths are needed, and 1 given"),
         ("1", ""),
         ("faked", ""),
         ("nothing", ""),

@@ -7,12 +7,21 @@ use std::process::Command;
 
 use crate::common::{InTime, LEASEFS, assert_ok, stdout};
 
+fn package() -> Command {
+    Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/package"))
+}
+
 /// Makes the packages of the program under test, in a directory.
 pub fn make(out: &Path) -> (PathBuf, PathBuf) {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/package");
-    let output = Command::new(script).args(["--binary", LEASEFS, "--out"]).arg(out).output_in_time();
+    // By paths as a person gives them who is somewhere else.
+    let program = out.join("the program");
+    fs::create_dir_all(out).expect("mkdir");
+    std::os::unix::fs::symlink(LEASEFS, &program).expect("symlink");
+    let output = package().current_dir(out).args(["--binary", "the program", "--out", "."]).output_in_time();
     assert_ok(&output);
+    fs::remove_file(program).expect("rm");
     let made: Vec<PathBuf> = stdout(&output).lines().map(PathBuf::from).collect();
+    assert!(made.iter().all(|path| path.parent() == out.canonicalize().ok().as_deref()), "{made:?}");
     let [tar, deb] = <[PathBuf; 2]>::try_from(made).expect("two packages");
     (tar, deb)
 }
@@ -40,6 +49,7 @@ fn the_packages_have_all_that_belongs_to_the_program_and_it_runs_from_there() {
     for file in [
         "bin/leasefs",
         "sbin/mount.leasefs",
+        "sbin/mount.fuse.leasefs",
         "lib/systemd/system/leasefs@.service",
         "lib/systemd/user/leasefs.service",
         "share/man/man1/leasefs.1.gz",
@@ -58,6 +68,10 @@ fn the_packages_have_all_that_belongs_to_the_program_and_it_runs_from_there() {
     }
     let copyright = fs::read_to_string(root.join("usr/share/doc/leasefs/copyright")).expect("copyright");
     assert!(copyright.contains("Permission is hereby granted") && !copyright.contains('@'), "{copyright}");
+
+    assert!(root.join("etc/needrestart/conf.d/leasefs.conf").is_file(), "no tree is restarted for an upgrade");
+    let configuration = Command::new("dpkg-deb").arg("-I").arg(&deb).arg("conffiles").output_in_time();
+    assert_eq!(stdout(&configuration), "/etc/needrestart/conf.d/leasefs.conf\n");
 
     let field = |name: &str| {
         let output = Command::new("dpkg-deb").arg("-f").arg(&deb).arg(name).output_in_time();
@@ -88,6 +102,24 @@ fn the_packages_have_all_that_belongs_to_the_program_and_it_runs_from_there() {
     let served = mnt.join("claims").is_dir();
     assert_ok(&Command::new(root.join("usr/bin/leasefs")).arg("unmount").arg(&mnt).output_in_time());
     assert!(served);
+}
+
+#[test]
+fn what_is_wrong_with_its_arguments_is_told_in_one_line() {
+    let dir = tempfile::tempdir().expect("directory");
+    for (arguments, words) in [
+        (&["--binary"][..], "--binary needs a path"),
+        (&["--out", ""], "--out needs a path"),
+        (&["--binary", "/bin/true"], "/bin/true is not leasefs"),
+        (&["--binary", "none"], "none is no program"),
+        (&["--frob"], "no such option: '--frob'"),
+    ] {
+        let output = package().current_dir(dir.path()).args(arguments).output_in_time();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        assert!(said.lines().count() == 1 && said.contains(words) && output.stdout.is_empty(), "{arguments:?}: {said}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).expect("list").count(), 0);
 }
 
 #[test]

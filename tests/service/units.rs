@@ -110,6 +110,12 @@ fn a_tree_is_installed_started_reloaded_stopped_and_restarted_as_the_unit_says()
     machine.ok("systemctl daemon-reload; systemctl start srv-table.mount");
     machine.ok("grep -q '\"ttl_ms\":90000' /srv/table/.leasefs/config");
     machine.ok("systemctl stop srv-table.mount; ! findmnt /srv/table");
+    // One that is mounted by whoever looks into it first.
+    machine
+        .ok("mkdir /srv/late; echo '/var/lib/leasefs/l /srv/late leasefs noauto,x-systemd.automount 0 0' >>/etc/fstab");
+    machine.ok("systemctl daemon-reload; systemctl start srv-late.automount; ! findmnt -t fuse.leasefs /srv/late");
+    machine.ok("timeout 30 flock -n /srv/late/claims/k true && findmnt -t fuse.leasefs /srv/late");
+    machine.ok("systemctl stop srv-late.automount; umount /srv/late || ! findmnt /srv/late");
 
     // Without the program on the disk it is served on.
     let output = machine.run("dpkg -r leasefs");
@@ -117,4 +123,55 @@ fn a_tree_is_installed_started_reloaded_stopped_and_restarted_as_the_unit_says()
     assert!(String::from_utf8_lossy(&output.stderr).contains("still mounted"), "{output:?}");
     machine.ok("kill -KILL $(grep -o '\"pid\":[0-9]*' /srv/leases/.leasefs/config | cut -d: -f2)");
     machine.ok("flock -n /srv/leases/claims/k true; umount /srv/leases");
+}
+
+#[test]
+fn a_tree_in_use_outlives_its_package_and_does_not_keep_the_machine_up() {
+    let dir = tempfile::tempdir().expect("directory");
+    let (_, deb) = package::make(dir.path());
+    let mut machine = Machine::boot();
+    fs::copy(&deb, machine.root().join("root/leasefs.deb")).expect("copy");
+    machine.ok("dpkg -i /root/leasefs.deb; echo GRACE=1 >/etc/leasefs/main.conf; systemctl enable --now leasefs@main");
+    machine.ok("mkdir /srv/table; mount -t leasefs /var/lib/leasefs/f /srv/table");
+
+    // A tree that is not of a unit is taken over by what is installed as well.
+    machine.ok("dpkg -i /root/leasefs.deb");
+    wait_for("its next server", || machine.ok("cat /srv/table/.leasefs/config").contains("\"starts\":2"));
+    machine.ok("umount /srv/table");
+
+    // Without the package's file it would be killed 90 s after it was told to stop.
+    let rules = || machine.ok("systemctl show -P TimeoutStopUSec -P KillMode leasefs@main");
+    let (before, unit) = (rules(), "/run/systemd/system/leasefs@.service");
+    assert!(before.contains("infinity") && before.contains("mixed"), "{before}");
+    machine.ok(&HOLD.replace("KEY", "held"));
+    machine.ok("dpkg --purge leasefs; systemctl daemon-reload");
+    assert_eq!(rules(), before);
+    machine.ok("grep -q '\"state\":\"held\"' /run/leasefs/main/status/held; touch /root/go");
+    machine.ok("! test -L /etc/systemd/system/multi-user.target.wants/leasefs@main.service");
+    machine.ok("test -s /var/lib/leasefs/main/registry.db");
+    machine.ok("mkdir -p /etc/leasefs; echo GRACE=1 >/etc/leasefs/main.conf; dpkg -i /root/leasefs.deb");
+    machine.ok(&format!("! test -e {unit}; systemctl restart leasefs@main"));
+
+    // The example for another user than root leaves it what fusermount3 needs; whether there is one is not asked here.
+    machine.ok("useradd --system leases; cd /etc/systemd/system && mkdir leasefs@its.service.d && \
+         cp /usr/share/doc/leasefs/examples/user.conf leasefs@its.service.d/ && \
+         printf '[Service]\nExecStartPre=/bin/cp /proc/self/status /var/lib/leasefs/its/seen\n' \
+             >leasefs@its.service.d/look.conf && systemctl daemon-reload");
+    machine.run("systemctl start leasefs@its; systemctl stop leasefs@its");
+    let seen = machine.ok("cat /var/lib/leasefs/its/seen");
+    let field = |name: &str| seen.lines().find_map(|line| line.strip_prefix(name)).map(str::trim).expect("a field");
+    assert_eq!(field("NoNewPrivs:"), "0");
+    assert_ne!(field("Uid:").split('\t').next(), Some("0"));
+    assert_eq!(
+        field("CapBnd:"),
+        machine.ok("sed -n 's/^CapBnd:\\s*//p' /proc/1/status").trim(),
+        "nothing is kept from it"
+    );
+
+    // Who is killed last of all when the machine goes down, as what cron started is, is not waited for.
+    machine.ok("systemd-run --quiet --unit cron -p KillMode=process \
+         bash -c 'setsid -f flock /run/leasefs/main/claims/job sleep 1000; sleep 1000'");
+    wait_for("the job", || machine.ok("cat /run/leasefs/main/status/job || true").contains("\"state\":\"held\""));
+    machine.run("systemctl poweroff --no-block");
+    machine.wait_off();
 }

@@ -53,16 +53,53 @@ fn one_key_too_many_is_told_enolck_until_another_is_given_back() {
     let other = Agent::new();
     assert_eq!(agent.create(&mount.claim("one-more")), Err(Errno::ENOLCK));
     assert_eq!(other.create(&mount.claim("one-more")), Err(Errno::ENOLCK), "per user, not per process");
-    let handle = other.handle(&mount.claim("one-more"));
-    assert_eq!(other.flock(handle, LOCK_EX | LOCK_NB), Err(Errno::ENOLCK));
-    assert_eq!(other.flock(handle, LOCK_EX), Err(Errno::ENOLCK));
+    let refused = other.handle(&mount.claim("one-more"));
+    assert_eq!(other.flock(refused, LOCK_EX | LOCK_NB), Err(Errno::ENOLCK));
+    assert_eq!(other.flock(refused, LOCK_EX), Err(Errno::ENOLCK));
     assert_eq!(mount.state_of("one-more"), "free", "nothing was granted");
     let user = Agent::user(12_001, 12_001, &[]);
     let fd = user.create(&mount.claim("one-more")).expect("another user");
     assert_eq!(user.epoch(fd), Ok(1), "the refusals took no epoch");
     user.close(fd);
     agent.close(held[2]);
-    assert_eq!(other.flock(handle, LOCK_EX | LOCK_NB), Ok(()));
-    assert_eq!(other.epoch(handle), Ok(2));
+    assert_eq!(other.flock(refused, LOCK_EX | LOCK_NB), Ok(()));
+    assert_eq!(other.epoch(refused), Ok(2));
     assert_eq!(agent.flock(held[0], LOCK_EX), Ok(()), "a renewal is no further key");
+}
+
+#[test]
+fn whoever_may_hold_no_more_by_its_turn_is_told_enolck_and_the_next_gets_the_key() {
+    let mount = Mount::with(&["--allow-other", "--max-keys", "2"]);
+    let user = |group| Agent::user(12_001, group, &[]);
+    let path = mount.claim("k");
+    let holder = Agent::new();
+    let held = holder.create(&path).expect("free key");
+    let wait = |agent: &Agent, place: u64| {
+        let fd = agent.open(&path, libc::O_RDWR).expect("0666");
+        agent.begin_flock(fd, LOCK_EX);
+        mount.wait_status("k", "its place", |status| count(status, "waiters") == place);
+        fd
+    };
+    let (first, second, last) = (user(12_001), user(12_001), Agent::user(12_002, 12_002, &[]));
+    wait(&first, 1);
+    wait(&second, 2);
+    let handle = wait(&last, 3);
+    // Meanwhile it takes as many as it may; standing in line is no holding.
+    let busy = user(12_001);
+    let others: Vec<Fd> = ["a", "b"].into_iter().map(|key| busy.create(&mount.claim(key)).expect("free key")).collect();
+    holder.close(held);
+    for refused in [first, second] {
+        assert_eq!(refused.answer(), Err(Errno::ENOLCK));
+    }
+    last.answer().expect("the next one's turn");
+    assert_eq!(last.epoch(handle), Ok(2), "the refusals took no epoch");
+    // Whoever waits for a key of its own user's holds no more by getting it.
+    let next = user(12_001);
+    let fd = next.open(&mount.claim("a"), libc::O_RDWR).expect("0666");
+    next.begin_flock(fd, LOCK_EX);
+    mount.wait_status("a", "in line", |status| count(status, "waiters") == 1);
+    busy.close(others[0]);
+    next.answer().expect("two keys as before");
+    assert_eq!(next.epoch(fd), Ok(2));
+    mount.verify();
 }

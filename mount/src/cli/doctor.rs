@@ -25,9 +25,16 @@ use anyhow::Result;
 use serde::Serialize;
 
 use super::help::page::fill;
+use super::table::Look;
 use super::{EXIT_NO, show};
 use crate::failure::Failure;
 use crate::server;
+
+/// The widest line, and the narrowest that is cared for.
+const WIDTH: usize = 100;
+const MIN_WIDTH: usize = 60;
+/// Where what was found begins.
+const INDENT: usize = 24;
 
 /// What to look at.
 #[derive(clap::Args)]
@@ -127,7 +134,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&report)?)?;
     } else {
-        out.write_all(lines(&report).as_bytes())?;
+        // As wide as is good to read, or as the terminal is.
+        let width = Look::of_stdout().width.map_or(WIDTH, |width| width.clamp(MIN_WIDTH, WIDTH));
+        out.write_all(lines(&report, width).as_bytes())?;
     }
     out.flush()?;
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::from(EXIT_NO) })
@@ -143,13 +152,11 @@ fn spare_users(checks: &mut [Check]) {
 }
 
 /// The report for a person.
-fn lines(report: &Report) -> String {
-    const WIDTH: usize = 100;
-    const INDENT: usize = 24;
+fn lines(report: &Report, width: usize) -> String {
     let mut text = String::new();
     let mut write = |lead: &str, what: &str| {
         let mut body = String::new();
-        fill(&mut body, &show::plain(what), INDENT, WIDTH);
+        fill(&mut body, &show::plain(what), INDENT, width);
         text.push_str(lead);
         text.push_str(&body[lead.len().min(INDENT)..]);
     };
@@ -191,7 +198,9 @@ mod tests {
             Check::warn("propagation", "private ".repeat(20), "make it shared"),
             Check::failure("device", &Failure::NoDevice),
         ];
-        let text = lines(&Report { ok: false, checks });
+        let report = Report { ok: false, checks };
+        assert!(lines(&report, 60).lines().all(|line| line.len() <= 60));
+        let text = lines(&report, WIDTH);
         let found: Vec<&str> = text.lines().collect();
         assert_eq!(found[0], "ok    kernel            Linux 6.18");
         assert!(found[1].starts_with("warn  propagation       private"), "{text}");

@@ -33,6 +33,22 @@ pub struct Event {
     /// How many were missed, for a gap.
     #[serde(default)]
     pub missed: u64,
+    /// Who waited in vain: none of other events.
+    #[serde(flatten)]
+    pub wait: Option<Wait>,
+}
+
+/// A wait in line that ended without the key.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Wait {
+    /// The process.
+    pub pid: u32,
+    /// Its user.
+    pub uid: u32,
+    /// What it runs.
+    pub command: String,
+    /// How long it waited, in milliseconds.
+    pub waited_ms: i64,
 }
 
 impl Event {
@@ -129,5 +145,11 @@ mod tests {
         assert!(parsed[0].as_ref().is_some_and(|event| event.key.as_deref() == Some("a/b") && !event.is_gap()));
         assert!(parsed[1].as_ref().is_some_and(|event| event.is_gap() && event.missed == 3));
         assert!(parsed[2].is_none());
+        assert!(parsed.iter().flatten().all(|event| event.wait.is_none()));
+        let line =
+            br#"{"event":"interrupted","key":"k","epoch":2,"pid":7,"uid":1000,"command":"make","waited_ms":1500}"#;
+        let (_, event) = parse(line).next().expect("a line");
+        let wait = event.and_then(|event| event.wait).expect("a wait");
+        assert_eq!((wait.pid, wait.uid, wait.command.as_str(), wait.waited_ms), (7, 1000, "make", 1500));
     }
 }

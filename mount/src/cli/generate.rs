@@ -7,13 +7,12 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Command, CommandFactory};
-use clap_complete::aot::{Bash, Fish, Zsh, generate_to};
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
 use super::help::page::{self, Page};
 use super::help::{exits, json, topics, visible};
-use super::{Cli, mount_helper};
+use super::{Cli, completion, mount_helper};
 
 /// The manual all pages are of.
 const MANUAL: &str = "leasefs manual";
@@ -46,21 +45,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
     write(&man.join("mount.leasefs.8"), &mount_helper::man_page())?;
     let completions = args.dir.join("completions");
     fs::create_dir_all(&completions).with_context(|| completions.display().to_string())?;
-    let mut offered = offered(Cli::command());
-    generate_to(Bash, &mut offered, "leasefs", &completions)?;
-    generate_to(Zsh, &mut offered, "leasefs", &completions)?;
-    generate_to(Fish, &mut offered, "leasefs", &completions)?;
-    Ok(ExitCode::SUCCESS)
-}
-
-/// The command line without what is not for people: completions would offer it.
-fn offered(root: Command) -> Command {
-    let hidden = |command: &Command| command.is_hide_set();
-    let mut shown = Command::new("leasefs").version(env!("CARGO_PKG_VERSION")).disable_help_subcommand(true);
-    if let Some(about) = root.get_about() {
-        shown = shown.about(about.clone());
+    for (name, script) in completion::scripts()? {
+        write(&completions.join(name), &String::from_utf8(script)?)?;
     }
-    shown.subcommands(root.get_subcommands().filter(|command| !hidden(command)).cloned())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn version() -> String {
@@ -302,11 +290,5 @@ mod tests {
         assert_eq!(page.0, expected);
         let long = format!("  short\n  {}", "long ".repeat(20));
         assert!(notes(&long).0.iter().all(|block| matches!(block, page::Block::Entry(mark, _) if mark == "\u{2022}")));
-    }
-
-    #[test]
-    fn what_is_not_for_people_is_offered_to_nobody() {
-        let offered = offered(Cli::command());
-        assert!(offered.find_subcommand("run").is_some() && offered.find_subcommand("serve").is_none());
     }
 }

@@ -15,6 +15,7 @@ pub mod abandon;
 pub mod backup;
 pub mod claim;
 pub mod complete;
+pub mod completion;
 pub mod deadlock;
 pub mod doctor;
 pub mod events;
@@ -155,6 +156,7 @@ pub fn main() -> ExitCode {
     if mount_helper::is_called() {
         return mount_helper::main();
     }
+    completion::answer();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage::refuse(&error),

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -13,8 +13,8 @@ use leasefs::engine::Durability;
 
 use crate::keeper::{self, Manner};
 use crate::kernel_mount::Options;
-use crate::logfile;
 use crate::server::{self, Plan};
+use crate::{logfile, mountinfo};
 
 /// Names the descriptor on which a background server says that it is ready or why it is not.
 const READY_FD: &str = "LEASEFS_READY_FD";
@@ -89,6 +89,11 @@ fn bytes(text: &str) -> Result<u64, String> {
 }
 
 impl Args {
+    /// Adds options as `-o` has them, but each whole: a comma in one is part of it.
+    pub(super) fn add_options(&mut self, options: Vec<String>) {
+        self.options.extend(options);
+    }
+
     fn plan(self) -> Result<Plan> {
         let state_dir = match self.state {
             Some(dir) => dir,
@@ -138,7 +143,7 @@ pub fn run_quietly(args: Args, quiet: bool) -> Result<ExitCode> {
             keeper::run(&plan, manner, |_| ())?;
             Ok(ExitCode::SUCCESS)
         }
-        (false, None) => start(&plan.state_dir, quiet),
+        (false, None) => start(&plan, quiet),
     }
 }
 
@@ -176,7 +181,9 @@ fn keep_in_background(plan: &Plan, manner: Manner, ready: OwnedFd) -> Result<Exi
 }
 
 /// Starts the same command again as a session of its own, and waits until it says that it is ready, or why not.
-fn start(state_dir: &Path, quiet: bool) -> Result<ExitCode> {
+fn start(plan: &Plan, quiet: bool) -> Result<ExitCode> {
+    // Mounted on demand, by a process of the one group that does not wait for that: there it stays, and has no terminal.
+    let stays = plan.mountpoint.canonicalize().and_then(|path| mountinfo::is_automount(&path)).unwrap_or(false);
     let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).context("pipe")?;
     let number = theirs.as_raw_fd();
     let mut command = Command::new("/proc/self/exe");
@@ -186,7 +193,9 @@ fn start(state_dir: &Path, quiet: bool) -> Result<ExitCode> {
     // SAFETY: between fork and exec only setsid(2), signal(2) and fcntl(2) are called, which are async-signal-safe.
     unsafe {
         command.pre_exec(move || {
-            nix::unistd::setsid()?;
+            if !stays {
+                nix::unistd::setsid()?;
+            }
             // What the caller ignores, as scripts do for what they start in the background, is an order to the keeper.
             for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
                 libc::signal(signal, libc::SIG_DFL);
@@ -209,7 +218,7 @@ fn start(state_dir: &Path, quiet: bool) -> Result<ExitCode> {
     }
     let status = child.wait().context("the server")?;
     if said.is_empty() {
-        bail!("the server ended before it was ready ({status}): see {}", state_dir.join(logfile::LOG).display());
+        bail!("the server ended before it was ready ({status}): see {}", plan.state_dir.join(logfile::LOG).display());
     }
     bail!("{said}");
 }

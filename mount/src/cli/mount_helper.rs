@@ -2,7 +2,7 @@
 //! another name, and `leasefs mount` in another form: `mount.leasefs STATE_DIR MOUNTPOINT [-sfnv] [-o OPTIONS]`.
 //!
 //! The state directory is the source of the mount, so that `mount -a` knows a mounted tree for what the line in fstab
-//! stands for.
+//! stands for. mount(8) puts what it is given itself after what fstab has, so of an option that comes twice the last counts.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -11,6 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Parser;
+use clap::error::{ContextKind, ContextValue};
 use clap_mangen::roff::{Roff, bold, italic, roman};
 
 use super::help::page::{self, Page};
@@ -18,6 +19,9 @@ use super::{Cli, Command, mount};
 
 /// The name it is called by.
 const NAME: &str = "mount.leasefs";
+/// And the one for the type that the kernel shows.
+const KERNEL_NAME: &str = "mount.fuse.leasefs";
+const USAGE: &str = "mount.leasefs STATE_DIR MOUNTPOINT [-sfnv] [-o OPTIONS]";
 /// mount(8): incorrect invocation.
 const EXIT_USAGE: u8 = 1;
 /// mount(8): mount failure.
@@ -76,6 +80,10 @@ struct Call {
     mountpoint: PathBuf,
     /// What `leasefs mount` is given.
     options: Vec<String>,
+    /// What it passes on to the kernel, and what the mount is of.
+    kernel: Vec<String>,
+    /// It is mounted, and to be mounted otherwise.
+    remount: bool,
     /// Say what became of it.
     verbose: bool,
     /// Only check the arguments.
@@ -85,12 +93,24 @@ struct Call {
 /// Whether the program was called by this name.
 pub fn is_called() -> bool {
     let name = std::env::args_os().next();
-    name.is_some_and(|name| Path::new(&name).file_name().is_some_and(|name| name == NAME))
+    let name = name.as_deref().and_then(|name| Path::new(name).file_name());
+    name.is_some_and(|name| name == NAME || name == KERNEL_NAME)
 }
 
 /// Reads the command line and mounts.
 pub fn main() -> ExitCode {
-    let (outcome, failure) = match Call::read(std::env::args_os().skip(1)) {
+    let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+    if let [word] = words.as_slice()
+        && let Some(text) = match word.to_str() {
+            Some("-h" | "--help") => Some(format!("{USAGE}\nSee mount.leasefs(8).")),
+            Some("-V" | "--version") => Some(format!("{NAME} {}", env!("CARGO_PKG_VERSION"))),
+            _ => None,
+        }
+    {
+        let _ = writeln!(std::io::stdout(), "{text}");
+        return ExitCode::SUCCESS;
+    }
+    let (outcome, failure) = match Call::read(words.into_iter()) {
         Ok(call) => (call.mount(), EXIT_MOUNT),
         Err(error) => (Err(error), EXIT_USAGE),
     };
@@ -101,11 +121,19 @@ pub fn main() -> ExitCode {
 }
 
 impl Call {
-    fn read(words: impl Iterator<Item = OsString>) -> Result<Call> {
+    fn read(mut words: impl Iterator<Item = OsString>) -> Result<Call> {
         let (mut call, mut paths, mut sloppy, mut lists) = (Call::default(), Vec::new(), false, Vec::new());
-        let mut words = words.peekable();
+        let mut only_paths = false;
         while let Some(word) = words.next() {
-            let text = word.to_str().map(str::to_owned);
+            let text = word.to_str().filter(|_| !only_paths).map(str::to_owned);
+            match text.as_deref() {
+                Some("--") => {
+                    only_paths = true;
+                    continue;
+                }
+                Some(text) if text.starts_with("--") => bail!("{text} is not known: {USAGE}"),
+                _ => {}
+            }
             let Some(flags) = text.as_deref().and_then(|text| text.strip_prefix('-')).filter(|flags| !flags.is_empty())
             else {
                 paths.push(PathBuf::from(word));
@@ -125,36 +153,43 @@ impl Call {
                     'f' => call.fake = true,
                     's' => sloppy = true,
                     'n' | 'r' | 'w' => {}
-                    _ => bail!("-{flag} is not known: {NAME} STATE_DIR MOUNTPOINT [-sfnv] [-o OPTIONS]"),
+                    _ => bail!("-{flag} is not known: {USAGE}"),
                 }
                 if matches!(flag, 'o' | 't' | 'N') {
                     break;
                 }
             }
         }
-        let [state, mountpoint] = <[PathBuf; 2]>::try_from(paths).map_err(|paths| {
-            anyhow!("{} paths are given: {NAME} STATE_DIR MOUNTPOINT [-sfnv] [-o OPTIONS]", paths.len())
-        })?;
+        let [state, mountpoint] = <[PathBuf; 2]>::try_from(paths)
+            .map_err(|paths| anyhow!("two paths are needed, and {} given: {USAGE}", paths.len()))?;
         if state == Path::new("none") || state == Path::new("leasefs") {
             bail!("{}: the source is the state directory: give its path, as in /var/lib/leasefs/main", state.display());
         }
         (call.state, call.mountpoint) = (state, mountpoint);
-        for option in lists.iter().flat_map(|list| split(list)).filter(|option| !option.is_empty()) {
+        let options: Vec<String> = lists.iter().flat_map(|list| split(list)).filter(|one| !one.is_empty()).collect();
+        // Then the rest is what the kernel has the mount be like now, and nothing comes of it.
+        call.remount = options.iter().any(|option| option == "remount");
+        for option in options {
             match translate(&option) {
-                Some(words) => call.options.extend(words),
-                None if sloppy => {}
+                Some(Meaning::Ours(word)) => {
+                    let name = word.split('=').next().unwrap_or_default().to_owned();
+                    call.options.retain(|before| before.split('=').next() != Some(&name));
+                    call.options.push(word);
+                }
+                Some(Meaning::Kernels) => call.kernel.push(option),
+                Some(Meaning::Nothing) => {}
+                None if sloppy || call.remount => {}
                 None => bail!("-o {option} is not known: see mount.leasefs(8)"),
             }
         }
-        if let Some(state) = call.state.to_str().filter(|state| !state.contains(',')) {
-            call.options.push("-o".into());
-            call.options.push(format!("fsname={state}"));
+        if let Some(source) = source(&call.state).to_str() {
+            call.kernel.push(format!("fsname={source}"));
         }
         Ok(call)
     }
 
     fn mount(self) -> Result<ExitCode> {
-        if self.options.iter().any(|option| option == "remount") {
+        if self.remount {
             bail!(
                 "a tree cannot be remounted: unmount it and mount it again; a new program takes over by `leasefs upgrade`"
             );
@@ -162,11 +197,9 @@ impl Call {
         let mut words: Vec<OsString> = vec!["leasefs".into(), "mount".into(), "--state".into(), self.state.into()];
         words.extend(self.options.iter().map(OsString::from));
         words.extend(["--".into(), self.mountpoint.into()]);
-        let parsed = Cli::try_parse_from(words).map_err(|error| {
-            let text = error.to_string();
-            anyhow!("{}", text.lines().next().unwrap_or_default().trim_start_matches("error: "))
-        })?;
-        let Command::Mount(args) = parsed.command else { bail!("not a mount") };
+        let parsed = Cli::try_parse_from(words).map_err(|error| anyhow!("{}", in_options(&error)))?;
+        let Command::Mount(mut args) = parsed.command else { bail!("not a mount") };
+        args.add_options(self.kernel);
         if self.fake {
             return Ok(ExitCode::SUCCESS);
         }
@@ -187,23 +220,55 @@ fn split(list: &str) -> Vec<String> {
     options
 }
 
-/// What `leasefs mount` is given for an option; none if it is not known.
-fn translate(option: &str) -> Option<Vec<String>> {
+/// What a mount of this state directory is of: its path as mount(8) works it out from fstab, also where the directory is not
+/// there yet.
+fn source(state: &Path) -> PathBuf {
+    let resolved = state.canonicalize().or_else(|error| {
+        let absolute = std::path::absolute(state)?;
+        let (Some(above), Some(name)) = (absolute.parent(), absolute.file_name()) else { return Err(error) };
+        Ok(above.canonicalize()?.join(name))
+    });
+    resolved.unwrap_or_else(|_| state.to_owned())
+}
+
+/// What an option is.
+#[derive(Debug, PartialEq, Eq)]
+enum Meaning {
+    /// One that `leasefs mount` has as this word.
+    Ours(String),
+    /// One of mount(2) or fuse(4).
+    Kernels,
+    /// For others, or what is so in any case.
+    Nothing,
+}
+
+/// What an option means; none if it is not known.
+fn translate(option: &str) -> Option<Meaning> {
     let (name, value) = option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
     let long = || format!("--{}", name.replace('_', "-"));
     if let (Some(value), true) = (value, WITH_VALUE.iter().any(|(known, _)| *known == name)) {
-        return Some(vec![format!("{}={value}", long())]);
+        return Some(Meaning::Ours(format!("{}={value}", long())));
     }
     if value.is_none() && FLAGS.iter().any(|(known, _)| *known == name) {
-        return Some(vec![long()]);
+        return Some(Meaning::Ours(long()));
     }
     if PASSED.contains(&name) {
-        return Some(vec!["-o".into(), option.into()]);
+        return Some(Meaning::Kernels);
     }
-    if name == "remount" {
-        return Some(vec![name.into()]);
+    (IGNORED.contains(&name) || name.starts_with("x-") || name.starts_with("X-")).then_some(Meaning::Nothing)
+}
+
+/// What is wrong with a word of `leasefs mount`, in terms of the option that it was made of.
+fn in_options(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else { return line.to_owned() };
+    let name = word.split(' ').next().unwrap_or_default().trim_start_matches("--").replace('-', "_");
+    let line = line.replace(&format!("'{word}'"), &format!("-o {name}"));
+    match error.get(ContextKind::ValidValue) {
+        Some(ContextValue::Strings(values)) if !values.is_empty() => format!("{line}: use {}", values.join(" or ")),
+        _ => line,
     }
-    (IGNORED.contains(&name) || name.starts_with("x-") || name.starts_with("X-")).then(Vec::new)
 }
 
 /// The man page.
@@ -241,7 +306,7 @@ pub fn man_page() -> String {
         page.entry(PASSED.join(", "), "As in mount(8) and fuse(4).");
         page.entry(
             format!("x-*, {}", IGNORED.join(", ")),
-            "Are for others, or make no difference here. Any other option is refused.",
+            "Are for others, or make no difference here. Any other option is refused. Of one that comes twice, the last counts.",
         );
     });
     section(&mut roff, "EXIT STATUS", &|page| {
@@ -250,6 +315,11 @@ pub fn man_page() -> String {
     section(&mut roff, "EXAMPLES", &|page| {
         page.text("A line of /etc/fstab:");
         page.code("/var/lib/leasefs/main /srv/leases leasefs ttl=1h,nofail 0 0");
+        page.text(
+            "Where the state directory may be on a filesystem of its own, add \
+             `x-systemd.requires-mounts-for=/var/lib/leasefs`: that one has to be mounted before, or numbers would begin \
+             anew in a directory below it.",
+        );
     });
     roff.control("SH", ["SEE ALSO"]);
     roff.text([
@@ -278,11 +348,12 @@ mod tests {
         let list =
             "rw,ttl=1h,allow_other,durability=process,max_result=1MiB,noexec,_netdev,nofail,x-systemd.requires=a.mount";
         let call = read(&["/var/lib/l", "/srv/l", "-n", "-o", list]).expect("fits");
-        let expected = "--ttl=1h --allow-other --durability=process --max-result=1MiB -o noexec -o fsname=/var/lib/l";
-        assert_eq!(call.options.join(" "), expected);
+        assert_eq!(call.options.join(" "), "--ttl=1h --allow-other --durability=process --max-result=1MiB");
+        assert_eq!(call.kernel, ["noexec", "fsname=/var/lib/l"]);
         assert_eq!((call.state, call.mountpoint), ("/var/lib/l".into(), "/srv/l".into()));
         let call = read(&["/s,1", "/m", "-fvorw", "-t", "leasefs"]).expect("fits");
         assert!(call.fake && call.verbose && call.options.is_empty());
+        assert_eq!(call.kernel, ["fsname=/s,1"], "also one that would not fit into a list");
         assert_eq!(split("a,context=\"b,c\",d"), ["a", "context=b,c", "d"]);
     }
 
@@ -291,8 +362,9 @@ mod tests {
         for (words, expected) in [
             (&["/s", "/m", "-o", "tll=1h"][..], "-o tll=1h is not known"),
             (&["/s", "/m", "-o", "ttl"], "-o ttl is not known"),
-            (&["/s"], "1 paths are given"),
-            (&["/s", "/m", "/x"], "3 paths are given"),
+            (&["/s"], "two paths are needed, and 1 given"),
+            (&["/s", "/m", "/x"], "two paths are needed, and 3 given"),
+            (&["/s", "/m", "--frob"], "--frob is not known"),
             (&["/s", "/m", "-o"], "-o has no value"),
             (&["/s", "/m", "-q"], "-q is not known"),
             (&["none", "/m"], "the source is the state directory"),
@@ -301,5 +373,37 @@ mod tests {
             assert!(error.contains(expected), "{words:?}: {error}");
         }
         assert!(read(&["/s", "/m", "-s", "-o", "tll=1h"]).is_ok());
+    }
+
+    #[test]
+    fn of_an_option_that_comes_twice_the_last_counts() {
+        let list = "ttl=1h,allow_other,max_keys=5,ttl=2h,allow_other";
+        let call = read(&["/s", "--", "-m", "x"]).map(|_| ());
+        assert!(call.is_err(), "three paths");
+        let call = read(&["-o", list, "--", "/s", "-m"]).expect("fits");
+        assert_eq!(call.options.join(" "), "--max-keys=5 --ttl=2h --allow-other");
+        assert_eq!(call.mountpoint, Path::new("-m"));
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_value_is_told_of_the_option() {
+        for (option, expected) in [
+            ("max_result=0", "invalid value '0' for -o max_result: give a size such as"),
+            ("durability=foo", "invalid value 'foo' for -o durability: use full or process"),
+            ("ttl=never", "invalid value 'never' for -o ttl: a TTL looks like"),
+        ] {
+            let error = read(&["/s", "/m", "-f", "-o", option]).expect("known").mount().expect_err("refused");
+            assert!(error.to_string().starts_with(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_source_is_the_path_that_fstab_is_resolved_to() {
+        let dir = tempfile::tempdir().expect("directory");
+        let real = dir.path().canonicalize().expect("a path").join("real");
+        std::fs::create_dir(&real).expect("mkdir");
+        std::os::unix::fs::symlink(&real, dir.path().join("link")).expect("symlink");
+        assert_eq!(source(&dir.path().join("link/new")), real.join("new"), "not there yet");
+        assert_eq!(source(&dir.path().join("link")), real);
     }
 }

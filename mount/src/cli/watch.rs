@@ -11,22 +11,23 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use leasefs::Key;
 
-use super::events::{self, Event, Events};
+use super::events::{self, Event, Events, Wait};
 use super::listing;
 use super::show;
 use super::tree::{Tree, TreeArgs};
 use super::{EXIT_NO, complain};
 
 /// Width of the names of events.
-const NAME_WIDTH: usize = 9;
+const NAME_WIDTH: usize = 11;
 
 /// What to follow, and until when.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Shows what happens from now on: granted, denied, waiting, renewed, released, expired, evicted, completed, finished,
-lost, stale (a handle that lost its lease was refused), shared, unshared, forgotten, pruned. `gap` says that so many
-events were missed: this reader was too slow, or the server started anew; what is so now, `leasefs ls` shows. Goes on
-through restarts and upgrades of the server, until Ctrl-C.
+Shows what happens from now on: granted, denied, waiting, interrupted (whoever waited gave up, was killed or ran out of
+time), refused (whoever waited got an error instead), renewed, released, expired, evicted, completed, finished, lost, stale
+(a handle that lost its lease was refused), shared, unshared, forgotten, pruned. `gap` says that so many events were
+missed: this reader was too slow, or the server started anew; what is so now, `leasefs ls` shows. Goes on through restarts
+and upgrades of the server, until Ctrl-C.
 
 Exit codes: 0 as many events as --count says were shown, -w was over and no --count given, or its reader closed the pipe; 1
 -w was over before so many came; 2 bad usage or failure.")]
@@ -125,8 +126,8 @@ fn holders(tree: &Tree, events: &[(&[u8], Option<Event>)]) -> HashMap<usize, Str
 fn for_a_person(event: &Event, holder: Option<&String>) -> String {
     if event.is_gap() {
         return format!(
-            "{:12}  gap        {} events were missed: see `leasefs ls` for what is so now",
-            "", event.missed
+            "{:12}  {:NAME_WIDTH$}  {} events were missed: see `leasefs ls` for what is so now",
+            "", "gap", event.missed
         );
     }
     let key = show::plain(event.key.as_deref().unwrap_or_default());
@@ -134,6 +135,10 @@ fn for_a_person(event: &Event, holder: Option<&String>) -> String {
         format!("{}  {:NAME_WIDTH$}  {key}  epoch {}", clock(&event.time), show::plain(&event.event), event.epoch);
     if let Some(holder) = holder {
         text += &format!("  {holder}");
+    }
+    if let Some(Wait { pid, uid, command, waited_ms }) = &event.wait {
+        let waited = show::span(*waited_ms);
+        text += &format!("  pid {pid} ({}), uid {uid}, after {waited} in line", show::cell(command));
     }
     text
 }
@@ -158,9 +163,17 @@ mod tests {
     fn a_line_says_what_happened_to_what() {
         let granted = event(r#"{"seq":1,"time":"bad\u001b","event":"granted","key":"a\u001bb","epoch":3}"#);
         let text = for_a_person(&granted, Some(&"pid 7 (make), uid 0".to_owned()));
-        assert_eq!(text, "bad\\u{1b}  granted    a\\u{1b}b  epoch 3  pid 7 (make), uid 0");
+        assert_eq!(text, "bad\\u{1b}  granted      a\\u{1b}b  epoch 3  pid 7 (make), uid 0");
         let gap = for_a_person(&event(r#"{"event":"gap","missed":12}"#), None);
-        assert!(gap.contains("gap        12 events were missed"), "{gap}");
+        assert!(gap.contains("gap          12 events were missed"), "{gap}");
+    }
+
+    #[test]
+    fn a_line_says_who_waited_in_vain_and_for_how_long() {
+        let line = r#"{"seq":1,"time":"now","event":"interrupted","key":"job","epoch":3,
+            "pid":7,"uid":1000,"command":"ma\u001bke","waited_ms":30400}"#;
+        let text = for_a_person(&event(line), None);
+        assert_eq!(text, "now  interrupted  job  epoch 3  pid 7 (ma\\u{1b}ke), uid 1000, after 30s in line");
     }
 
     #[test]

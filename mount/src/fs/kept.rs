@@ -134,6 +134,11 @@ impl Memory for Kept {
     }
 }
 
+/// Whether any file of the tree is open, or was closed and what that means is not recorded yet.
+pub fn any_open(files: &OpenFiles) -> bool {
+    files.any(|kind| matches!(kind, CLAIM..=ORDERS))
+}
+
 /// What the engine of a server that takes over has to know, from what its predecessor kept.
 pub fn survivors(files: &OpenFiles) -> Survivors {
     let mut left = Survivors::default();

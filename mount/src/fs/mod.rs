@@ -47,7 +47,7 @@ use crate::{clock, killpoint};
 use claims::{KnownOwner, LockRequest};
 use control::{Parked, Polls};
 use handles::Open;
-pub use kept::{Kept, survivors};
+pub use kept::{Kept, any_open, survivors};
 use orders::Orders;
 
 /// Requests that may be gathered while the kernel has more to read, before what they decided is recorded.

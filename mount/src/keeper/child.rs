@@ -75,8 +75,10 @@ impl Program {
         }
         // What is for the keeper is not for the server.
         command.env_remove("NOTIFY_SOCKET").stdin(Stdio::null()).stdout(Stdio::null());
-        // A Ctrl-C is for the keeper too.
-        command.process_group(0);
+        // A Ctrl-C is for the keeper too; in the background there is none.
+        if !handover.log_there {
+            command.process_group(0);
+        }
         let inherited = [fds.device, fds.flight, fds.files, fds.last_read, fds.lock, fds.report];
         let mut blocked = SigSet::empty();
         for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {

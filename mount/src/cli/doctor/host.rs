@@ -29,7 +29,7 @@ pub fn examine() -> Vec<Check> {
         self::device(device),
         mounting(is_root, &privileges, fusermount().as_ref()),
         allow_other(is_root, &configuration),
-        request_timeout(kernel_mount::request_timeout_s()),
+        request_timeout(kernel_mount::request_timeout().as_ref()),
     ]
 }
 
@@ -61,7 +61,7 @@ fn device(opened: io::Result<()>) -> Check {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO)) => {
             Check::failure("device", &Failure::NoDevice)
         }
-        Err(error) => Check::failure("device", &Failure::DeviceShut { why: error.to_string() }),
+        Err(error) => Check::failure("device", &Failure::of_device(&error)),
     }
 }
 
@@ -121,11 +121,12 @@ fn allow_other(is_root: bool, configuration: &str) -> Check {
 }
 
 /// Whether the kernel ends a connection on which one call waits.
-fn request_timeout(seconds: u64) -> Check {
-    match seconds {
-        0 => Check::ok("request-timeout", "the kernel lets calls wait as long as they have to"),
-        seconds => Check::failure("request-timeout", &Failure::RequestTimeout { seconds: seconds.to_string() }),
-    }
+fn request_timeout(set: Option<&Failure>) -> Check {
+    const NAME: &str = "request-timeout";
+    set.map_or_else(
+        || Check::ok(NAME, "the kernel lets calls wait as long as they have to"),
+        |failure| Check::failure(NAME, failure),
+    )
 }
 
 #[cfg(test)]
@@ -148,9 +149,10 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_missing_and_one_that_is_shut_have_other_cures() {
+    fn a_device_that_is_missing_and_ones_that_are_shut_have_other_cures() {
         let of = |errno| device(Err(io::Error::from_raw_os_error(errno)));
         assert!(of(libc::ENOENT).cure.expect("a cure").contains("modprobe"));
+        assert!(of(libc::EACCES).cure.expect("a cure").contains("chmod 666 /dev/fuse"));
         let shut = of(libc::EPERM);
         assert!(shut.verdict == Fail && shut.cure.expect("a cure").contains("DeviceAllow"));
         assert_eq!(device(Ok(())).verdict, Good);
@@ -179,7 +181,11 @@ mod tests {
     }
 
     #[test]
-    fn any_request_timeout_fails() {
-        assert_eq!((request_timeout(0).verdict, request_timeout(60).verdict), (Good, Fail));
+    fn any_request_timeout_fails_and_the_cure_names_it() {
+        assert_eq!(request_timeout(None).verdict, Good);
+        let setting = "fs.fuse.default_request_timeout".to_owned();
+        let found = request_timeout(Some(&Failure::RequestTimeout { setting, seconds: "60".into() }));
+        assert!(found.verdict == Fail && found.found.starts_with("fs.fuse.default_request_timeout is 60 s"));
+        assert!(found.cure.expect("a cure").contains("sysctl fs.fuse.default_request_timeout=0"));
     }
 }

@@ -39,6 +39,8 @@ struct State {
 
 /// Looks at a state directory, also one that is not there yet. `is_default` says that nobody named it.
 pub fn examine(dir: &Path, is_default: bool) -> Vec<Check> {
+    let absolute = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    let dir = absolute.as_path();
     let (answer, answered) = mpsc::channel();
     let asked = dir.to_owned();
     std::thread::spawn(move || answer.send(look(&asked)));
@@ -54,8 +56,7 @@ pub fn examine(dir: &Path, is_default: bool) -> Vec<Check> {
 }
 
 fn look(dir: &Path) -> std::io::Result<State> {
-    let dir = std::path::absolute(dir)?;
-    let there = match fs::metadata(&dir) {
+    let there = match fs::metadata(dir) {
         Ok(found) if !found.is_dir() => return Err(std::io::Error::from_raw_os_error(libc::ENOTDIR)),
         Ok(found) => Some((found.uid(), found.mode() & 0o7777)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
@@ -72,7 +73,7 @@ fn look(dir: &Path) -> std::io::Result<State> {
         has_inodes: space.files() == 0 || space.files_available() > 0,
         may_write: access(&place, AccessFlags::W_OK | AccessFlags::X_OK).is_ok(),
         refused: if has_registry && access(&registry, AccessFlags::R_OK).is_ok() {
-            sqlite::can_serve(&dir).err().map(|error| error.to_string())
+            sqlite::can_serve(dir).err().map(|error| error.to_string())
         } else {
             None
         },

@@ -127,12 +127,17 @@ pub const EVENTS: Shape = Shape {
         Field(
             "event",
             "string",
-            "`granted`, `denied`, `waiting`, `renewed`, `released`, `expired`, `evicted`, `completed` (its result was \
-             committed), `finished` (and its handles are closed), `lost`, `stale` (a handle that lost its lease was \
-             refused), `shared`, `unshared`, `forgotten` (a finished key was unlinked), `pruned` or `gap`",
+            "`granted`, `denied`, `waiting`, `interrupted` (a signal ended a wait in line), `refused` (another error did), \
+             `renewed`, `released`, `expired`, `evicted`, `completed` (its result was committed), `finished` (and its \
+             handles are closed), `lost`, `stale` (a handle that lost its lease was refused), `shared`, `unshared`, \
+             `forgotten` (a finished key was unlinked), `pruned` or `gap`",
         ),
         Field("key", "[string]", "the key"),
         Field("epoch", "[number]", "the attempt it is about, else the newest"),
+        Field("pid", "[number]", "of interrupted and refused alone: who waited, as in the line of status/KEY"),
+        Field("uid", "[number]", "of interrupted and refused alone: its user"),
+        Field("command", "[string]", "of interrupted and refused alone: its name, as in the line of status/KEY"),
+        Field("waited_ms", "[number]", "of interrupted and refused alone: milliseconds in line"),
         Field("missed", "[number]", "of a gap alone: how many events this reader was too slow for"),
         Field("attempts", "[number]", "of pruned alone: ended attempts that went"),
         Field("results", "[number]", "of pruned alone: results that went"),

@@ -119,7 +119,7 @@ pub fn files() -> Page {
     page.head("Of the system");
     for (path, about) in [
         ("$XDG_STATE_HOME/leasefs, ~/.local/state/leasefs", "The state directory where none is given."),
-        ("/etc/leasefs/NAME.conf", "MOUNTPOINT and OPTIONS of the systemd unit leasefs@NAME.service."),
+        ("/etc/leasefs/NAME.conf", "MOUNTPOINT, OPTIONS and GRACE of the systemd unit leasefs@NAME.service."),
         ("/var/lib/leasefs/NAME", "State directory of that unit."),
         ("/sbin/mount.leasefs", "What mount(8) and /etc/fstab call: see mount.leasefs(8)."),
         ("/etc/fuse.conf", "Has the line `user_allow_other` where users other than root may mount with --allow-other."),
@@ -140,10 +140,18 @@ pub fn environment() -> Page {
             "How much the keeper and the server log: `error`, `warn`, `info` (the default), `debug` or `trace`.",
         ),
         ("XDG_STATE_HOME, HOME", "Where the state directory is if none is given."),
+        (
+            "LEASEFS_COMPLETE",
+            "The shell that asks what may come next on a command line: for its completion scripts alone.",
+        ),
         ("COLUMNS", "How wide pages of help are."),
         (
             "LEASEFS_KEY, LEASEFS_EPOCH, LEASEFS_RESULT",
             "Set by `leasefs run` for its command: the key, this attempt's epoch, and the file that takes its result. One line for each key.",
+        ),
+        (
+            "LEASEFS_FD",
+            "The number of the holder handle, where a command of `leasefs run` or `leasefs claim` inherits it.",
         ),
         ("NOTIFY_SOCKET", "Where `leasefs mount --foreground` tells a service manager of its state: see sd_notify(3)."),
     ] {

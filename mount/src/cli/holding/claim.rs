@@ -112,7 +112,8 @@ impl Claim {
         Ok(claim)
     }
 
-    fn new(key: Key, epoch: u64, file: File, ttl: Duration, now: Duration) -> Claim {
+    /// One with this time to live, renewed now on `CLOCK_BOOTTIME`.
+    pub fn new(key: Key, epoch: u64, file: File, ttl: Duration, now: Duration) -> Claim {
         Claim { key, epoch, file, ttl, renewed_at: now, due_at: now, complained: false, news: None }
     }
 
@@ -207,19 +208,24 @@ impl Claim {
     /// There is no clock.
     pub fn take_notice(&mut self, tree: &Tree) -> nix::Result<()> {
         match self.read_news(tree) {
-            Some(status) => self.follow(&status),
+            Some(status) => self.follow(&status).map(drop),
             None => Ok(()),
         }
     }
 
-    /// Renews in time for the TTL that the key has now, which counts from when it was set.
+    /// Another process, of which this one has a copy of the handle, renewed the lease at this time on `CLOCK_BOOTTIME`.
+    pub fn was_renewed(&mut self, at: Duration) {
+        self.renewed_at = self.renewed_at.max(at);
+    }
+
+    /// Renews in time for the TTL that the key has now, which counts from when it was set. Whether it is another.
     ///
     /// # Errors
     /// There is no clock.
-    pub fn follow(&mut self, status: &Status) -> nix::Result<()> {
+    pub fn follow(&mut self, status: &Status) -> nix::Result<bool> {
         let ttl = status.ttl_ms.map_or(self.ttl, Duration::from_millis);
         if status.epoch != self.epoch || ttl == self.ttl {
-            return Ok(());
+            return Ok(false);
         }
         let now = boot_now()?;
         if let Some(expires_ms) = status.expires.as_deref().and_then(show::parse_ms) {
@@ -228,7 +234,7 @@ impl Claim {
         }
         self.ttl = ttl;
         self.due_at = now;
-        Ok(())
+        Ok(true)
     }
 
     /// A file that cannot be read is not kept: it would report for ever.

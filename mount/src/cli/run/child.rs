@@ -23,7 +23,7 @@ use nix::unistd::{getpgid, getpgrp};
 
 use super::family::Family;
 use super::guard::{self, Guard, Rules};
-use super::link::{Limits, News, Order, Reason, Received, Shared};
+use super::link::{News, Order, Reason, Received, Shared};
 use super::program::Missing;
 use crate::cli::complain;
 use crate::cli::holding::claim::{Claim, Renewal};
@@ -60,8 +60,7 @@ pub fn run(mut command: Command, name: &OsStr, tree: &Tree, claims: &mut [Claim]
         return Ok(End::LeaseLost);
     }
     command.arg0(name);
-    let shared = Shared::new()?;
-    shared.set_limits(Limits::of(claims));
+    let shared = Shared::new(claims)?;
     prctl::set_child_subreaper(true)?;
     let guard = guard::start(command, signals.before, rules, tree, claims, shared)
         .map_err(|errno| anyhow!("the process that guards the command cannot be started: {}", errno.desc()))?;
@@ -147,7 +146,7 @@ impl Watch<'_> {
                     self.claims[index].take_notice(self.tree)?;
                 }
                 self.renew(&heard.alarmed)?;
-                self.shared.set_limits(Limits::of(self.claims));
+                self.shared.set_leases(self.claims);
             }
             let mut wake_at = self.claims.iter().map(Claim::due_at).min().filter(|_| !self.lost);
             if self.family.is_some() {

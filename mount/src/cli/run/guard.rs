@@ -2,7 +2,8 @@
 //!
 //! It is forked when the keys are held, with copies of the holder handles, and is the parent of the command; so it can
 //! - end the command and all its descendants when the runner is killed, and only then let go of the handles;
-//! - end them in time when the runner renews no more, because it is stopped or gets no answer;
+//! - end them in time when the runner renews no more, because it is stopped or gets no answer, also where somebody
+//!   shortens a TTL meanwhile;
 //! - see the loss of a lease whose runner is stopped.
 //!
 //! If the guard is killed, the command goes with it (`PR_SET_PDEATHSIG`), what descends from it becomes the runner's, and
@@ -10,24 +11,27 @@
 //! both: the command has the handle itself, and whichever of the two is left renews the lease.
 //!
 //! The guard asks nothing of the tree that a server which does not answer could hold up, except where a handle has just
-//! reported, and where it renews in its runner's place. The handles are heard by a thread of their own: whenever the
-//! server wakes whoever waits for one, the kernel asks it what has happened, and waits for the answer. Before it ends a command for want of a renewal it has a thread
-//! ask whether somebody else has renewed, and waits for the answer no longer than until then.
+//! reported, and where it renews in its runner's place. Handles and `status/KEY` are heard by a thread: whenever the
+//! server wakes those who wait for one, the kernel asks it what has happened, and waits for the answer. What a change of
+//! `status/KEY` was, a thread finds out. Before it ends a command for want of a renewal it has a thread ask whether
+//! somebody else has renewed, and waits for the answer no longer than until then.
 
 use std::ffi::CStr;
-use std::fs::OpenOptions;
-use std::io::{self, PipeReader, Read, Write};
+use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
-use std::sync::mpsc;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::prctl;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
@@ -39,7 +43,7 @@ use super::program::Missing;
 use crate::cli::complain;
 use crate::cli::holding::claim::{Claim, Renewal};
 use crate::cli::holding::time::{Timer, boot_now};
-use crate::cli::tree::Tree;
+use crate::cli::tree::{Status, Tree};
 
 /// What the guard is called in `ps` and `top`.
 const NAME: &CStr = c"leasefs-guard";
@@ -85,7 +89,8 @@ pub fn start(
         ForkResult::Child => {
             // The runner's death closes the last copy of its end.
             drop(ours);
-            let post = Post { link: theirs, rules, tree, claims, shared, renews: false, asked: Duration::ZERO };
+            let told = claims.iter().map(|_| None).collect();
+            let post = Post { link: theirs, rules, tree, claims, shared, told, renews: false, asked: Duration::ZERO };
             let guarded = catch_unwind(AssertUnwindSafe(|| post.work(command, mask)));
             let failed = match guarded {
                 Ok(Ok(())) => false,
@@ -108,18 +113,33 @@ struct Post<'a> {
     tree: &'a Tree,
     claims: &'a mut [Claim],
     shared: Shared,
+    /// What the tree has said of each lease.
+    told: Vec<Option<Told>>,
     /// In the place of a runner that is gone.
     renews: bool,
     /// The time for TERM before which the tree was asked for a later one.
     asked: Duration,
 }
 
-/// What wakes the guard, besides the news of claims: their numbers come after these.
+/// The limits of a lease as the tree gave them.
+struct Told {
+    /// When, on `CLOCK_BOOTTIME`: what the runner knows counts if it has renewed since.
+    at: Duration,
+    limits: Limits,
+}
+
+/// A status as it was looked at, and the file of it, which reports the next change.
+struct Looked {
+    index: usize,
+    status: Status,
+    file: Arc<File>,
+}
+
+/// What wakes the guard.
 const LINK: u64 = 0;
 const CHILDREN: u64 = 1;
 const TIMER: u64 = 2;
-const ALARM: u64 = 3;
-const FIRST_NEWS: u64 = 4;
+const BELL: u64 = 3;
 
 /// What the claims tell.
 #[derive(Default)]
@@ -135,8 +155,60 @@ struct Bed {
     epoll: Epoll,
     children: SignalFd,
     timer: Timer,
-    /// A byte for each holder handle that has reported.
-    alarm: PipeReader,
+    /// The holder handles by their numbers, and after them the files that tell the news of each lease.
+    files: Arc<Epoll>,
+    /// Those that have reported.
+    reports: Receiver<u64>,
+    /// What threads have looked at.
+    looks: (Sender<Looked>, Receiver<Looked>),
+    /// What threads wake the guard by.
+    bell: Arc<EventFd>,
+    /// The number of the first lease's news.
+    first_news: u64,
+}
+
+/// Has a thread listen to files of the tree.
+fn listen(files: Arc<Epoll>, bell: Arc<EventFd>) -> io::Result<Receiver<u64>> {
+    let (tell, reports) = mpsc::channel();
+    let listen = move || {
+        let mut events = [EpollEvent::empty(); 8];
+        loop {
+            let count = match files.wait(&mut events, EpollTimeout::NONE) {
+                Ok(count) => count,
+                Err(Errno::EINTR) => continue,
+                Err(_) => return,
+            };
+            if events[..count].iter().any(|event| tell.send(event.data()).is_err()) || bell.write(1).is_err() {
+                return;
+            }
+        }
+    };
+    thread::Builder::new().spawn(listen)?;
+    Ok(reports)
+}
+
+impl Bed {
+    /// Looks at what has changed of a key, in a thread, which is left to a server that does not answer. Of a tree that fails
+    /// nothing more is heard.
+    fn look(&self, index: usize, claim: &Claim, tree: &Tree) {
+        let (key, tree, event) = (claim.key().clone(), tree.clone(), self.news_of(index));
+        let (files, tell, bell) = (Arc::clone(&self.files), self.looks.0.clone(), Arc::clone(&self.bell));
+        let look = move || -> Option<()> {
+            let file = Arc::new(tree.open_status(&key).ok()??);
+            let status = Status::read(&file).ok()?;
+            // First what there is, so that what comes after it is heard of later.
+            tell.send(Looked { index, status, file: Arc::clone(&file) }).ok()?;
+            bell.write(1).ok()?;
+            files.add(&*file, event).ok()
+        };
+        let _ = thread::Builder::new().spawn(look);
+    }
+
+    /// What is waited for of a status: its next change. A file that was read anew is another one; once it has reported it is
+    /// not heard again.
+    fn news_of(&self, index: usize) -> EpollEvent {
+        EpollEvent::new(EpollFlags::EPOLLPRI | EpollFlags::EPOLLONESHOT, self.first_news + index as u64)
+    }
 }
 
 impl Post<'_> {
@@ -202,45 +274,43 @@ impl Post<'_> {
         let children =
             SignalFd::with_flags(&SigSet::from(Signal::SIGCHLD), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let timer = Timer::new()?;
+        let bell = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         epoll.add(&self.link, EpollEvent::new(EpollFlags::EPOLLIN, LINK))?;
         epoll.add(&children, EpollEvent::new(EpollFlags::EPOLLIN, CHILDREN))?;
         epoll.add(timer.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, TIMER))?;
-        let alarm = self.listen()?;
-        epoll.add(&alarm, EpollEvent::new(EpollFlags::EPOLLIN, ALARM))?;
-        Ok(Bed { epoll, children, timer, alarm })
-    }
-
-    /// Has a thread listen to the holder handles, and tell of each that reports, once: it reports for ever then, be it a
-    /// loss or a server that is gone for good.
-    fn listen(&self) -> io::Result<PipeReader> {
-        let handles = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        // Unlike poll(2), this asks the server now, and then only when it has told of a change.
-        for claim in self.claims.iter() {
-            handles.add(claim.file(), EpollEvent::new(EpollFlags::EPOLLONESHOT, 0))?;
+        epoll.add(bell.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, BELL))?;
+        let files = Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?);
+        // Unlike poll(2), this asks the server now, and then only when it has told of a change. Each is heard once: it
+        // reports for ever, be it a loss or a server that is gone for good.
+        for (number, claim) in (0..).zip(self.claims.iter()) {
+            files.add(claim.file(), EpollEvent::new(EpollFlags::EPOLLONESHOT, number))?;
         }
-        let (alarm, mut bell) = io::pipe()?;
-        thread::Builder::new().spawn(move || {
-            let mut events = [EpollEvent::empty(); 8];
-            loop {
-                match handles.wait(&mut events, EpollTimeout::NONE) {
-                    Ok(count) if bell.write_all(&vec![0; count]).is_ok() => {}
-                    Err(Errno::EINTR) => {}
-                    _ => return,
-                }
-            }
-        })?;
-        Ok(alarm)
+        let reports = listen(Arc::clone(&files), Arc::clone(&bell))?;
+        let first_news = self.claims.len() as u64;
+        let bed = Bed { epoll, children, timer, files, reports, looks: mpsc::channel(), bell, first_news };
+        self.follow(&bed);
+        Ok(bed)
     }
 
     /// From the command's start until it has ended, by itself or by the guard.
     fn watch(mut self, mut family: Family, bed: &Bed) -> io::Result<()> {
         let mut reason = Reason::Itself;
-        let mut heard = Heard::default();
+        // A status that could not be read before is looked at now.
+        let unread = self.claims.iter().enumerate().filter(|(_, claim)| claim.news().is_none());
+        let mut heard = Heard { news: unread.map(|(index, _)| index).collect(), ..Heard::default() };
+        // Each is kept, so that its next change is heard of.
+        let mut followed: Vec<Option<Arc<File>>> = self.claims.iter().map(|_| None).collect();
         loop {
             for index in heard.news {
-                if let Some(claim) = self.claims.get_mut(index) {
-                    claim.take_notice(self.tree)?;
+                match self.claims.get_mut(index) {
+                    Some(claim) if self.renews => claim.take_notice(self.tree)?,
+                    Some(claim) => bed.look(index, claim, self.tree),
+                    None => {}
                 }
+            }
+            while let Ok(Looked { index, status, file }) = bed.looks.1.try_recv() {
+                followed[index] = Some(file);
+                self.take_notice(index, &status)?;
             }
             let mut ends = self.heed(&family, bed)?;
             family.reap();
@@ -254,7 +324,7 @@ impl Post<'_> {
                 }
                 if let Some(why) = ends.or(self.runs_out(now)?) {
                     reason = why;
-                    let limits = self.shared.limits();
+                    let limits = self.limits();
                     family.end((now + self.rules.grace).min(limits.kill_at), limits.end());
                 }
             }
@@ -264,7 +334,7 @@ impl Post<'_> {
                     None => break,
                 },
                 false if self.renews => self.claims.iter().map(Claim::due_at).min().unwrap_or(Duration::MAX),
-                false => match self.shared.limits() {
+                false => match self.limits() {
                     limits if self.asked == limits.term_at => limits.term_at,
                     limits => limits.ask_at(),
                 },
@@ -276,6 +346,26 @@ impl Post<'_> {
             heard = self.sleep(bed)?;
         }
         self.link.send(&News::Ended(family.status(), reason));
+        Ok(())
+    }
+
+    /// When the command is to be ended: the newest that is known of each lease.
+    fn limits(&self) -> Limits {
+        Limits::earliest((0..self.claims.len()).filter_map(|index| self.limits_of(index)))
+    }
+
+    fn limits_of(&self, index: usize) -> Option<Limits> {
+        let (renewed_at, limits) = self.shared.leases().nth(index)?;
+        let told = self.told[index].as_ref().filter(|told| told.at > renewed_at);
+        Some(told.map_or(limits, |told| told.limits))
+    }
+
+    /// Takes notice of another TTL: a runner that is stopped does not.
+    fn take_notice(&mut self, index: usize, status: &Status) -> nix::Result<()> {
+        let claim = &mut self.claims[index];
+        if claim.follow(status)? {
+            self.told[index] = Some(Told { at: boot_now()?, limits: Limits::of(claim) });
+        }
         Ok(())
     }
 
@@ -303,6 +393,9 @@ impl Post<'_> {
                             "{keys}: `leasefs run` was killed: its command goes on and keeps the key"
                         ));
                         self.renews = true;
+                        for (claim, (renewed_at, _)) in self.claims.iter_mut().zip(self.shared.leases()) {
+                            claim.was_renewed(renewed_at);
+                        }
                         return Ok(None);
                     }
                     complain(format_args!("{keys}: `leasefs run` was killed: ending its command"));
@@ -314,71 +407,69 @@ impl Post<'_> {
 
     /// Asks the tree, for so long, whether the leases go on although their runner has not renewed them: the command may
     /// have done so itself. In a thread, which is left to a server that does not answer.
-    fn ask(&self, within: Duration) {
-        let attempts: Vec<_> = self.claims.iter().map(|claim| (claim.key().clone(), claim.epoch())).collect();
+    fn ask(&mut self, within: Duration) -> nix::Result<()> {
+        let keys: Vec<_> = self.claims.iter().map(|claim| claim.key().clone()).collect();
         let (tell, told) = mpsc::channel();
         let tree = self.tree.clone();
-        let asked = thread::Builder::new().spawn(move || tell.send(Limits::asked(&tree, &attempts)));
-        if asked.is_ok()
-            && let Ok(Some(limits)) = told.recv_timeout(within)
-            && limits.term_at > self.shared.limits().term_at
-        {
-            self.shared.set_limits(limits);
+        let ask = move || tell.send(keys.iter().map(|key| tree.status(key).ok().flatten()).collect::<Vec<_>>());
+        if thread::Builder::new().spawn(ask).is_err() {
+            return Ok(());
         }
+        for (index, status) in told.recv_timeout(within).unwrap_or_default().into_iter().enumerate() {
+            let limits = status.and_then(|status| Limits::told(&status, self.claims[index].epoch()));
+            let is_later = |limits: &Limits| self.limits_of(index).is_some_and(|known| limits.term_at > known.term_at);
+            if let Some(limits) = limits.filter(is_later) {
+                self.told[index] = Some(Told { at: boot_now()?, limits });
+            }
+        }
+        Ok(())
     }
 
     /// Whether the command is to be ended because a lease is not renewed in time. Renews it, where there is nobody else.
     fn runs_out(&mut self, now: Duration) -> nix::Result<Option<Reason>> {
-        if !self.renews {
-            let limits = self.shared.limits();
+        if self.renews {
+            for claim in self.claims.iter_mut().filter(|claim| claim.due_at() <= now) {
+                if claim.renew(self.tree)? == Renewal::Lost {
+                    complain(claim.loss());
+                    return Ok(Some(Reason::LeaseLost));
+                }
+            }
+            self.shared.set_leases(self.claims);
+        } else {
+            let limits = self.limits();
             if now < limits.term_at && now >= limits.ask_at() && self.asked != limits.term_at {
                 self.asked = limits.term_at;
-                self.ask(limits.term_at - now);
-            }
-            let runs_out = now >= self.shared.limits().term_at;
-            return Ok(runs_out.then_some(Reason::LeaseRunsOut));
-        }
-        for claim in self.claims.iter_mut().filter(|claim| claim.due_at() <= now) {
-            if claim.renew(self.tree)? == Renewal::Lost {
-                complain(claim.loss());
-                return Ok(Some(Reason::LeaseLost));
+                self.ask(limits.term_at - now)?;
             }
         }
-        self.shared.set_limits(Limits::of(self.claims));
-        let runs_out = now >= self.shared.limits().term_at;
+        let runs_out = now >= self.limits().term_at;
         Ok(runs_out.then_some(Reason::LeaseRunsOut))
     }
 
-    /// Has it told when a TTL is changed. A file that was read anew is another one; once it has reported it is not heard
-    /// again.
+    /// Has it told when a TTL is changed.
     fn follow(&self, bed: &Bed) {
-        for (number, claim) in (FIRST_NEWS..).zip(self.claims.iter()) {
+        for (index, claim) in self.claims.iter().enumerate() {
             if let Some(news) = claim.news() {
                 // Most are there already.
-                let _ = bed.epoll.add(news, EpollEvent::new(EpollFlags::EPOLLPRI | EpollFlags::EPOLLONESHOT, number));
+                let _ = bed.files.add(news, bed.news_of(index));
             }
         }
     }
 
-    /// Sleeps until something happens, and gives what the claims tell.
-    fn sleep(&self, bed: &Bed) -> io::Result<Heard> {
+    /// Sleeps until something happens, and gives what the claims tell. Each holder handle is heard once.
+    fn sleep(&self, bed: &Bed) -> nix::Result<Heard> {
         let mut events = [EpollEvent::empty(); 8];
-        let count = match bed.epoll.wait(&mut events, EpollTimeout::NONE) {
-            Ok(count) => count,
-            Err(Errno::EINTR) => 0,
-            Err(errno) => return Err(errno.into()),
-        };
+        match bed.epoll.wait(&mut events, EpollTimeout::NONE) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno),
+        }
         while bed.children.read_signal()?.is_some() {}
+        let _ = bed.bell.read();
         let mut heard = Heard::default();
-        for number in events[..count].iter().map(EpollEvent::data) {
-            if number == ALARM {
-                heard.alarmed = true;
-                if (&bed.alarm).read(&mut [0; 64])? == 0 {
-                    // Nobody listens any more.
-                    let _ = bed.epoll.delete(&bed.alarm);
-                }
-            } else if let Some(index) = number.checked_sub(FIRST_NEWS) {
-                heard.news.push(index as usize);
+        for number in bed.reports.try_iter() {
+            match number.checked_sub(bed.first_news) {
+                None => heard.alarmed = true,
+                Some(index) => heard.news.push(index as usize),
             }
         }
         Ok(heard)

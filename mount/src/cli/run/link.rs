@@ -10,7 +10,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use leasefs::Key;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
@@ -23,7 +22,7 @@ use super::program::Missing;
 use crate::cli::holding::claim::Claim;
 use crate::cli::holding::time::boot_now;
 use crate::cli::show;
-use crate::cli::tree::Tree;
+use crate::cli::tree::Status;
 
 /// Longest message, in bytes.
 const LONGEST: usize = 256;
@@ -125,10 +124,18 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Those of these leases, as of their last renewal. Renewals are dated from before they were asked for, so no lease
-    /// ends earlier than it is taken to here.
-    pub fn of(claims: &[Claim]) -> Limits {
-        Limits::earliest(claims.iter().map(|claim| Limits::of_lease(claim.renewed_at(), claim.ttl())))
+    /// Those of this lease, as of its last renewal. Renewals are dated from before they were asked for, so no lease ends
+    /// earlier than it is taken to here.
+    pub fn of(claim: &Claim) -> Limits {
+        Limits::of_lease(claim.renewed_at(), claim.ttl())
+    }
+
+    /// The earlier of each.
+    pub fn earliest(all: impl Iterator<Item = Limits>) -> Limits {
+        all.fold(Limits { term_at: Duration::MAX, kill_at: Duration::MAX }, |first, next| Limits {
+            term_at: first.term_at.min(next.term_at),
+            kill_at: first.kill_at.min(next.kill_at),
+        })
     }
 
     /// When to ask the tree whether somebody else has renewed: early enough for an answer before TERM.
@@ -136,26 +143,13 @@ impl Limits {
         self.term_at.saturating_sub(self.kill_at.saturating_sub(self.term_at) / 2)
     }
 
-    /// The earlier of each.
-    fn earliest(all: impl Iterator<Item = Limits>) -> Limits {
-        all.fold(Limits { term_at: Duration::MAX, kill_at: Duration::MAX }, |first, next| Limits {
-            term_at: first.term_at.min(next.term_at),
-            kill_at: first.kill_at.min(next.kill_at),
-        })
-    }
-
-    /// Those of these attempts as the tree knows them; none where it does not answer, or one is over.
-    pub fn asked(tree: &Tree, attempts: &[(Key, u64)]) -> Option<Limits> {
-        let of_attempt = |(key, epoch): &(Key, u64)| {
-            let status = tree.status(key).ok()??;
-            let held = status.epoch == *epoch && status.state == "held";
-            let expires_ms = status.expires.as_deref().and_then(show::parse_ms).filter(|_| held)?;
-            let left = Duration::from_millis(u64::try_from(expires_ms - show::now_ms()).ok()?);
-            let ttl = Duration::from_millis(status.ttl_ms?);
-            Some(Limits::of_lease((boot_now().ok()? + left.min(ttl)).checked_sub(ttl)?, ttl))
-        };
-        let all: Option<Vec<Limits>> = attempts.iter().map(of_attempt).collect();
-        all.map(|all| Limits::earliest(all.into_iter()))
+    /// Those of attempt `epoch` as the tree tells of its key; none where it is over.
+    pub fn told(status: &Status, epoch: u64) -> Option<Limits> {
+        let held = status.epoch == epoch && status.state == "held";
+        let expires_ms = status.expires.as_deref().and_then(show::parse_ms).filter(|_| held)?;
+        let left = Duration::from_millis(u64::try_from(expires_ms - show::now_ms()).ok()?);
+        let ttl = Duration::from_millis(status.ttl_ms?);
+        Some(Limits::of_lease((boot_now().ok()? + left.min(ttl)).checked_sub(ttl)?, ttl))
     }
 
     fn of_lease(renewed_at: Duration, ttl: Duration) -> Limits {
@@ -172,51 +166,78 @@ impl Limits {
 
 /// Memory that runner, guard and, until it executes its program, command have in common.
 #[derive(Clone, Copy)]
-pub struct Shared(&'static Words);
+pub struct Shared {
+    /// 0 while there is none.
+    command: &'static AtomicI32,
+    leases: &'static [Words],
+}
 
+/// What the runner knows of a lease; times on `CLOCK_BOOTTIME`, in nanoseconds.
 struct Words {
+    renewed_at: AtomicU64,
     term_at: AtomicU64,
     kill_at: AtomicU64,
-    /// 0 while there is none.
-    command: AtomicI32,
 }
 
 impl Shared {
     /// Such memory, for this process and what it forks from now on.
-    pub fn new() -> nix::Result<Shared> {
-        let length = const { NonZeroUsize::new(size_of::<Words>()).expect("words are more than nothing") };
-        // SAFETY: a new anonymous mapping overlaps nothing.
-        let memory = unsafe {
-            mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED)
-        }?;
-        // SAFETY: the mapping is page-aligned, long enough, never unmapped, and zeroed, which is what these atomics start
-        // with; nothing else looks at it.
-        Ok(Shared(unsafe { memory.cast().as_ref() }))
+    pub fn new(claims: &[Claim]) -> nix::Result<Shared> {
+        // SAFETY: zero is an integer with nothing set, and a lease that ended long ago.
+        let (command, leases) = unsafe { (zeroed::<AtomicI32>(1)?, zeroed::<Words>(claims.len())?) };
+        let shared = Shared { command: &command[0], leases };
+        shared.set_leases(claims);
+        Ok(shared)
     }
 
-    /// Sets the limits.
-    pub fn set_limits(self, limits: Limits) {
+    /// Says what the runner knows of the leases; the claims are those, and in the order, that the memory was made for.
+    pub fn set_leases(self, claims: &[Claim]) {
         let nanos = |at: Duration| u64::try_from(at.as_nanos()).unwrap_or(u64::MAX);
-        // Whoever sees an old TERM beside a new KILL is as late as one who looked a moment earlier.
-        self.0.kill_at.store(nanos(limits.kill_at), Ordering::SeqCst);
-        self.0.term_at.store(nanos(limits.term_at), Ordering::SeqCst);
+        for (words, claim) in self.leases.iter().zip(claims) {
+            let limits = Limits::of(claim);
+            // Whoever sees an old TERM beside a new KILL is as late as one who looked a moment earlier. When it was comes
+            // last: what is there is no older than that says.
+            words.kill_at.store(nanos(limits.kill_at), Ordering::SeqCst);
+            words.term_at.store(nanos(limits.term_at), Ordering::SeqCst);
+            words.renewed_at.store(nanos(claim.renewed_at()), Ordering::SeqCst);
+        }
     }
 
-    /// The newest limits.
-    pub fn limits(self) -> Limits {
+    /// When the runner last renewed each lease, and the limits that this gives it.
+    pub fn leases(self) -> impl Iterator<Item = (Duration, Limits)> {
         let at = |word: &AtomicU64| Duration::from_nanos(word.load(Ordering::SeqCst));
-        Limits { term_at: at(&self.0.term_at), kill_at: at(&self.0.kill_at) }
+        self.leases.iter().map(move |words| {
+            let renewed_at = at(&words.renewed_at);
+            (renewed_at, Limits { term_at: at(&words.term_at), kill_at: at(&words.kill_at) })
+        })
+    }
+
+    /// The newest limits that the runner knows.
+    pub fn limits(self) -> Limits {
+        Limits::earliest(self.leases().map(|(_, limits)| limits))
     }
 
     /// Says which process the command is. May be called between fork and exec.
     pub fn set_command(self, command: Pid) {
-        self.0.command.store(command.as_raw(), Ordering::SeqCst);
+        self.command.store(command.as_raw(), Ordering::SeqCst);
     }
 
     /// The command's process, once it is there.
     pub fn command(self) -> Option<Pid> {
-        Some(self.0.command.load(Ordering::SeqCst)).filter(|pid| *pid != 0).map(Pid::from_raw)
+        Some(self.command.load(Ordering::SeqCst)).filter(|pid| *pid != 0).map(Pid::from_raw)
     }
+}
+
+/// So many values in memory of which this process and what it forks have the same.
+///
+/// # Safety
+/// All zeroes must be a value of the type, and others may only be stored in it through atomics.
+unsafe fn zeroed<T>(count: usize) -> nix::Result<&'static [T]> {
+    let length = NonZeroUsize::new(count * size_of::<T>()).ok_or(Errno::EINVAL)?;
+    // SAFETY: a new anonymous mapping overlaps nothing.
+    let memory =
+        unsafe { mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED) }?;
+    // SAFETY: the mapping is page-aligned, as long as that, never unmapped, and zeroed; nothing else looks at it.
+    Ok(unsafe { std::slice::from_raw_parts(memory.cast().as_ptr(), count) })
 }
 
 #[cfg(test)]
@@ -248,11 +269,20 @@ mod tests {
 
     #[test]
     fn what_is_shared_is_read_as_it_was_set() {
-        let shared = Shared::new().expect("memory");
+        let file = || std::fs::File::open("/dev/null").expect("a file");
+        let claim = |epoch, renewed_at, ttl| {
+            let key = leasefs::Key::parse("job").expect("a key");
+            Claim::new(key, epoch, file(), Duration::from_secs(ttl), Duration::from_secs(renewed_at))
+        };
+        let mut claims = [claim(1, 5, 60), claim(2, 40, 10)];
+        let shared = Shared::new(&claims).expect("memory");
         assert_eq!(shared.command(), None);
-        let limits = Limits::of_lease(Duration::from_secs(5), Duration::from_secs(60));
-        shared.set_limits(limits);
+        let limits = |claim: &Claim| (claim.renewed_at(), Limits::of(claim));
+        assert_eq!(shared.leases().collect::<Vec<_>>(), claims.iter().map(limits).collect::<Vec<_>>());
+        assert_eq!(shared.limits(), Limits::of(&claims[1]), "the earlier");
+        claims[1] = claim(2, 58, 10);
+        shared.set_leases(&claims);
         shared.set_command(Pid::from_raw(7));
-        assert_eq!((shared.limits(), shared.command()), (limits, Some(Pid::from_raw(7))));
+        assert_eq!((shared.limits(), shared.command()), (Limits::of(&claims[0]), Some(Pid::from_raw(7))));
     }
 }

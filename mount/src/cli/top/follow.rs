@@ -1,9 +1,9 @@
 //! What keeps `top` up to date: one thread follows the tree's events and reads again what they name, another finds out
 //! who has a key's handle.
 //!
-//! Every key is read once, and again where events were missed. Events tell of no waiter that gave up and of no name that
-//! an agent gave itself, so what is on the screen is read again from time to time. However much happens, at least as much
-//! time is left to the tree as reading took.
+//! Every key is read once, and again where events were missed. Events tell of no name that an agent gave itself, so what is
+//! on the screen is read again from time to time. However much happens, at least as much time is left to the tree as
+//! reading took.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
