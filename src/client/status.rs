@@ -1,7 +1,8 @@
 //! What `status/KEY` says, typed (contract §2).
 
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
 use serde::Deserialize;

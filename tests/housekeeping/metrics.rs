@@ -232,9 +232,7 @@ fn shared_keys_are_counted_and_not_their_locks() {
         handle
     });
     assert_eq!(shared(), 1.0);
-    let server = mount.server_pid().expect("a server");
-    kill(Pid::from_raw(server), Signal::SIGKILL).expect("it is there");
-    wait_for("another answers", || mount.server_pid().is_some_and(|pid| pid != server));
+    mount.kill_server();
     assert_eq!(shared(), 1.0);
     one.close(first);
     assert_eq!(shared(), 1.0);

@@ -43,7 +43,7 @@ pub fn walk_used(tree: &Tree, prefix: &str, seen: &mut dyn FnMut(&Status)) -> Re
 
 /// How many keys are shared; none where the server does not tell.
 fn shared_keys(tree: &Tree) -> Option<u64> {
-    let metrics = fs::read_to_string(tree.control("metrics")).ok()?;
+    let metrics = fs::read_to_string(tree.files.control_path("metrics")).ok()?;
     metrics.lines().find_map(|line| line.strip_prefix("leasefs_shared ")?.parse().ok())
 }
 
