@@ -141,16 +141,17 @@ impl Status {
     /// Those of `read(2)`; [`io::ErrorKind::InvalidData`] for what is no status.
     pub fn read(file: &File) -> io::Result<Status> {
         // One line, so there is nothing after its end: whoever reads very many of them does not ask again each time.
-        let (mut bytes, mut buffer) = (Vec::new(), [0; 8 * 1024]);
-        while !bytes.ends_with(b"\n") {
-            match file.read_at(&mut buffer, bytes.len() as u64) {
+        let (mut text, mut buffer) = (Vec::new(), [0; 8 * 1024]);
+        while !text.ends_with(b"\n") {
+            match file.read_at(&mut buffer, text.len() as u64) {
                 Ok(0) => break,
-                Ok(length) => bytes.extend_from_slice(&buffer[..length]),
+                Ok(length) => text.extend_from_slice(&buffer[..length]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(std::str::from_utf8(&bytes).map_err(io::Error::other)?.parse()?)
+        let text = String::from_utf8(text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        Ok(text.parse()?)
     }
 
     /// The line of JSON that this is, with the fields that are not known here.

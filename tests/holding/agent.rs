@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, Fd};
 use crate::common::{Mount, assert_ok, stdout};
-use crate::kill_server;
 
 const AGENT: &str = "user.lease.agent";
 
@@ -138,7 +137,7 @@ fn an_agents_name_outlives_the_server_and_the_connection() {
     let path = mount.claim("k");
     let (holder, fd) = held(&mount);
     holder.set_xattr(&path, AGENT, "steady").expect("the holder's uid");
-    kill_server(&mount);
+    mount.kill_server();
     assert_eq!((&mount.status("k")["agent"], holder.epoch(fd)), (&json!("steady"), Ok(1)));
     holder.set_xattr(&path, AGENT, "steady still").expect("the holder's uid");
     mount.lose_connection();

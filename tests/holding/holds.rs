@@ -6,7 +6,6 @@ use serde_json::json;
 
 use crate::common::agent::{Agent, Answer, Fd};
 use crate::common::{Mount, assert_ok};
-use crate::kill_server;
 
 /// Asks; `_IOR('L', 1, u64)`.
 const HOLDS: &str = "result = int.from_bytes(fcntl.ioctl(fd, 0x80084c01, bytes(8)), 'little')";
@@ -28,7 +27,7 @@ fn a_handle_tells_the_epoch_it_holds_and_so_does_every_copy() {
     assert_eq!((holds(&holder, copy), holds(&child, fd), holds(&child, copy)), (Ok(1), Ok(1), Ok(1)));
     let plain = other.handle(&path);
     assert_eq!(holds(&other, plain), Ok(0), "a handle of a key that another holds");
-    kill_server(&mount);
+    mount.kill_server();
     assert_eq!((holds(&child, fd), holds(&other, plain)), (Ok(1), Ok(0)), "another server says the same");
     child.kill();
     holder.close(copy);

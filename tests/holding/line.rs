@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::common::Mount;
 use crate::common::agent::{Agent, count};
-use crate::{kill_server, millis};
+use crate::millis;
 
 #[test]
 fn the_line_is_told_in_order_with_who_waits_for_what_and_since_when() {
@@ -45,7 +45,7 @@ fn the_line_is_told_in_order_with_who_waits_for_what_and_since_when() {
     let shown = crate::common::stdout(&mount.leasefs(&["status", "k"]));
     assert!(shown.contains(&format!("pid {} (python3), uid 12001, shared, for ", waiters[1].pid())), "{shown}");
     crate::wait_until(millis(&line[2], "since") + 300);
-    kill_server(&mount);
+    mount.kill_server();
     mount.wait_status("k", "all in line again", |status| count(status, "waiters") == 3);
     let again = mount.status("k")["line"].clone();
     check(&again);

@@ -27,13 +27,6 @@ fn millis(status: &serde_json::Value, field: &str) -> i64 {
     time.as_millisecond()
 }
 
-/// Kills the server, and waits until another answers.
-fn kill_server(mount: &common::Mount) {
-    let before = mount.server_pid().expect("a server");
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(before), nix::sys::signal::Signal::SIGKILL).expect("kill");
-    common::wait_for("another server", || mount.server_pid().is_some_and(|pid| pid != before));
-}
-
 /// Waits until the wall clock has passed this time.
 fn wait_until(millis: i64) {
     common::wait_for("the clock", || jiff::Timestamp::now().as_millisecond() > millis);

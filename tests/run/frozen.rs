@@ -58,6 +58,23 @@ fn a_runner_whose_tree_does_not_answer_has_no_command_when_the_next_begins() {
     assert_eq!(run.code(), Some(75));
 }
 
+/// Whenever the server wakes those who wait for a handle, the kernel asks it what has happened.
+#[test]
+fn a_tree_that_does_not_say_what_it_has_woken_the_guard_for_does_not_hold_it_up() {
+    let mount = Mount::new();
+    let mut run = Run::script(&mount, &["--ttl", "2s"], DEAF, 2);
+    let guard = run.guard();
+    stop(guard);
+    let next = Next::in_line(&mount, "job", &run.pids());
+    let server = mount.server_pid().expect("a server");
+    stop(server);
+    send(guard, Signal::SIGCONT);
+    wait_for("the command is dead", || run.living().is_empty());
+    send(server, Signal::SIGCONT);
+    assert_eq!(next.found_alive(), [0; 0]);
+    assert_eq!(run.code(), Some(75));
+}
+
 #[test]
 fn a_ttl_that_is_shortened_while_the_runner_is_frozen_is_kept() {
     let mount = Mount::new();

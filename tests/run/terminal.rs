@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use crate::common::agent::{Script, has_ended};
-use crate::common::{LEASEFS, Mount, wait_for};
+use crate::common::{LEASEFS, Mount, PATIENCE, wait_for};
 use crate::{is_stopped, lines};
 
 /// An interactive shell in a terminal of its own. The test types what it says.
@@ -35,7 +36,10 @@ os.kill(pid, 9)
         let dir = mount.scratch();
         let keyboard = Script::start_with(mount, &["python3", "-c", PYTHON, dir.to_str().expect("path")]);
         assert_eq!(keyboard.line().as_deref(), Some("open"));
-        Terminal { keyboard, dir }
+        let terminal = Terminal { keyboard, dir };
+        // What is typed before the shell has set its terminal up may never get to it.
+        wait_for("the shell's prompt", || ["# ", "$ "].iter().any(|prompt| terminal.shown().contains(prompt)));
+        terminal
     }
 
     fn type_in(&mut self, text: &str) {
@@ -49,9 +53,11 @@ os.kill(pid, 9)
 
     fn wait_file(&self, name: &str) -> String {
         let path = self.dir.join(name);
-        wait_for(&format!("{name}; the terminal shows {}", self.shown()), || {
-            fs::read_to_string(&path).is_ok_and(|text| text.ends_with('\n'))
-        });
+        let until = Instant::now() + PATIENCE;
+        while !fs::read_to_string(&path).is_ok_and(|text| text.ends_with('\n')) {
+            assert!(Instant::now() < until, "never came about: {name}; the terminal shows {:?}", self.shown());
+            std::thread::sleep(Duration::from_millis(2));
+        }
         fs::read_to_string(path).expect("there").trim().to_owned()
     }
 }

@@ -11,9 +11,10 @@
 //! both: the command has the handle itself, and whichever of the two is left renews the lease.
 //!
 //! The guard asks nothing of the tree that a server which does not answer could hold up, except where a handle has just
-//! reported, and where it renews in its runner's place. What a change of `status/KEY` was, a thread finds out. Before it
-//! ends a command for want of a renewal it has a thread ask whether somebody else has renewed, and waits for the answer no
-//! longer than until then.
+//! reported, and where it renews in its runner's place. Handles and `status/KEY` are heard by a thread: whenever the
+//! server wakes those who wait for one, the kernel asks it what has happened, and waits for the answer. What a change of
+//! `status/KEY` was, a thread finds out. Before it ends a command for want of a renewal it has a thread ask whether
+//! somebody else has renewed, and waits for the answer no longer than until then.
 
 use std::ffi::CStr;
 use std::fs::{File, OpenOptions};
@@ -135,12 +136,11 @@ struct Looked {
     file: Arc<File>,
 }
 
-/// What wakes the guard, besides the holder handles: their numbers come after these.
+/// What wakes the guard.
 const LINK: u64 = 0;
 const CHILDREN: u64 = 1;
 const TIMER: u64 = 2;
-const LOOKED: u64 = 3;
-const FIRST_CLAIM: u64 = 4;
+const BELL: u64 = 3;
 
 /// What the claims tell.
 #[derive(Default)]
@@ -153,14 +153,39 @@ struct Heard {
 
 /// Where the guard sleeps.
 struct Bed {
-    epoll: Arc<Epoll>,
+    epoll: Epoll,
     children: SignalFd,
     timer: Timer,
-    /// What threads have looked at, and what wakes the guard when there is something.
+    /// The holder handles by their numbers, and after them the files that tell the news of each lease.
+    files: Arc<Epoll>,
+    /// Those that have reported.
+    reports: Receiver<u64>,
+    /// What threads have looked at.
     looks: (Sender<Looked>, Receiver<Looked>),
-    has_looked: Arc<EventFd>,
+    /// What threads wake the guard by.
+    bell: Arc<EventFd>,
     /// The number of the first lease's news.
     first_news: u64,
+}
+
+/// Has a thread listen to files of the tree.
+fn listen(files: Arc<Epoll>, bell: Arc<EventFd>) -> io::Result<Receiver<u64>> {
+    let (tell, reports) = mpsc::channel();
+    let listen = move || {
+        let mut events = [EpollEvent::empty(); 8];
+        loop {
+            let count = match files.wait(&mut events, EpollTimeout::NONE) {
+                Ok(count) => count,
+                Err(Errno::EINTR) => continue,
+                Err(_) => return,
+            };
+            if events[..count].iter().any(|event| tell.send(event.data()).is_err()) || bell.write(1).is_err() {
+                return;
+            }
+        }
+    };
+    thread::Builder::new().spawn(listen)?;
+    Ok(reports)
 }
 
 impl Bed {
@@ -168,14 +193,14 @@ impl Bed {
     /// nothing more is heard.
     fn look(&self, index: usize, claim: &Claim, tree: &Tree) {
         let (key, tree, event) = (claim.key().clone(), tree.clone(), self.news_of(index));
-        let (epoll, tell, has_looked) = (Arc::clone(&self.epoll), self.looks.0.clone(), Arc::clone(&self.has_looked));
+        let (files, tell, bell) = (Arc::clone(&self.files), self.looks.0.clone(), Arc::clone(&self.bell));
         let look = move || -> Option<()> {
             let file = Arc::new(tree.open_status(&key).ok()??);
             let status = Status::read(&file).ok()?;
             // First what there is, so that what comes after it is heard of later.
             tell.send(Looked { index, status, file: Arc::clone(&file) }).ok()?;
-            has_looked.write(1).ok()?;
-            epoll.add(&*file, event).ok()
+            bell.write(1).ok()?;
+            files.add(&*file, event).ok()
         };
         let _ = thread::Builder::new().spawn(look);
     }
@@ -246,21 +271,24 @@ impl Post<'_> {
     }
 
     fn make_bed(&self) -> io::Result<Bed> {
-        let epoll = Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?);
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let children =
             SignalFd::with_flags(&SigSet::from(Signal::SIGCHLD), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let timer = Timer::new()?;
+        let bell = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         epoll.add(&self.link, EpollEvent::new(EpollFlags::EPOLLIN, LINK))?;
         epoll.add(&children, EpollEvent::new(EpollFlags::EPOLLIN, CHILDREN))?;
-        let has_looked = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         epoll.add(timer.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, TIMER))?;
-        epoll.add(has_looked.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, LOOKED))?;
-        // Unlike poll(2), this asks the server now, and then only when it has told of a change.
-        for (number, claim) in (FIRST_CLAIM..).zip(self.claims.iter()) {
-            epoll.add(claim.file(), EpollEvent::new(EpollFlags::empty(), number))?;
+        epoll.add(bell.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, BELL))?;
+        let files = Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?);
+        // Unlike poll(2), this asks the server now, and then only when it has told of a change. Each is heard once: it
+        // reports for ever, be it a loss or a server that is gone for good.
+        for (number, claim) in (0..).zip(self.claims.iter()) {
+            files.add(claim.file(), EpollEvent::new(EpollFlags::EPOLLONESHOT, number))?;
         }
-        let first_news = FIRST_CLAIM + self.claims.len() as u64;
-        let bed = Bed { epoll, children, timer, looks: mpsc::channel(), has_looked, first_news };
+        let reports = listen(Arc::clone(&files), Arc::clone(&bell))?;
+        let first_news = self.claims.len() as u64;
+        let bed = Bed { epoll, children, timer, files, reports, looks: mpsc::channel(), bell, first_news };
         self.follow(&bed);
         Ok(bed)
     }
@@ -424,7 +452,7 @@ impl Post<'_> {
         for (index, claim) in self.claims.iter().enumerate() {
             if let Some(news) = claim.news() {
                 // Most are there already.
-                let _ = bed.epoll.add(news, bed.news_of(index));
+                let _ = bed.files.add(news, bed.news_of(index));
             }
         }
     }
@@ -432,23 +460,17 @@ impl Post<'_> {
     /// Sleeps until something happens, and gives what the claims tell. Each holder handle is heard once.
     fn sleep(&self, bed: &Bed) -> nix::Result<Heard> {
         let mut events = [EpollEvent::empty(); 8];
-        let count = match bed.epoll.wait(&mut events, EpollTimeout::NONE) {
-            Ok(count) => count,
-            Err(Errno::EINTR) => 0,
+        match bed.epoll.wait(&mut events, EpollTimeout::NONE) {
+            Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno),
-        };
+        }
         while bed.children.read_signal()?.is_some() {}
-        let _ = bed.has_looked.read();
+        let _ = bed.bell.read();
         let mut heard = Heard::default();
-        for event in &events[..count] {
-            let Some(index) = event.data().checked_sub(FIRST_CLAIM).map(|index| index as usize) else { continue };
-            match self.claims.get(index) {
-                Some(claim) => {
-                    // It reports for ever, be it a loss or a server that is gone for good.
-                    let _ = bed.epoll.delete(claim.file());
-                    heard.alarmed = true;
-                }
-                None => heard.news.push(index - self.claims.len()),
+        for number in bed.reports.try_iter() {
+            match number.checked_sub(bed.first_news) {
+                None => heard.alarmed = true,
+                Some(index) => heard.news.push(index as usize),
             }
         }
         Ok(heard)
