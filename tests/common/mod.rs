@@ -323,6 +323,34 @@ pub fn stop(pid: i32) {
     wait_for(&format!("process {pid} is stopped"), is_stopped);
 }
 
+/// Processes that are stopped, such as a server that does not answer. They go on when the value goes.
+pub struct Stopped(Vec<i32>);
+
+impl Stopped {
+    /// Stops them.
+    #[track_caller]
+    pub fn these(pids: &[i32]) -> Stopped {
+        let stopped = Stopped(pids.to_vec());
+        pids.iter().copied().for_each(stop);
+        stopped
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        for pid in &self.0 {
+            let _ = kill(Pid::from_raw(*pid), Signal::SIGCONT);
+        }
+    }
+}
+
+/// Copies a program that is to be executed. By a process of its own: what a test had open for writing, another test's
+/// fork would have for a moment longer, and a program that is being written to cannot be executed.
+#[track_caller]
+pub fn copy_program(from: impl AsRef<Path>, to: impl AsRef<Path>) {
+    assert_ok(&Command::new("cp").arg("--").arg(from.as_ref()).arg(to.as_ref()).output_in_time());
+}
+
 /// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].
 pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
@@ -383,7 +411,7 @@ pub fn leasefs_for_all(mount: &Mount) -> PathBuf {
     let copy = bin.join("leasefs");
     if !copy.exists() {
         fs::create_dir_all(&bin).expect("a directory for the program");
-        fs::copy(LEASEFS, &copy).expect("a copy of the program");
+        copy_program(LEASEFS, &copy);
         set_mode(&copy, 0o755);
     }
     copy

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use nix::mount::MntFlags;
 
-use super::{InTime, assert_ok};
+use super::{InTime, assert_ok, copy_program};
 
 /// Podman with everything of its own, in one directory.
 pub struct Podman {
@@ -58,7 +58,7 @@ impl Podman {
         for file in files {
             let place = root.join(file.strip_prefix("/").expect("an absolute path"));
             fs::create_dir_all(place.parent().expect("a parent")).expect("directory of the image");
-            fs::copy(file, &place).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+            copy_program(file, &place);
         }
         let archive = self.dir.join("image.tar");
         assert_ok(&Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg(".").output_in_time());

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::common::agent::Script;
 pub use crate::common::podman::Podman;
-use crate::common::{InTime, Mount, assert_ok, set_mode, stdout};
+use crate::common::{InTime, Mount, assert_ok, copy_program, set_mode, stdout};
 
 /// The file of a program, and the libraries it is linked to.
 pub fn with_libraries(program: &str) -> Vec<PathBuf> {
@@ -46,7 +46,7 @@ impl Podman {
         // A copy, which the users of every container can read.
         let claim = self.rootfs().with_file_name("claim.py");
         if !claim.exists() {
-            fs::copy(CLAIM, &claim).expect("a copy of the program");
+            copy_program(CLAIM, &claim);
             set_mode(&claim, 0o644);
         }
         command.arg("-v").arg(format!("{}:/claim.py:ro", claim.display()));

@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::common::agent::has_ended;
-use crate::common::{InTime, LEASEFS, end, wait_for};
+use crate::common::{InTime, LEASEFS, copy_program, end, wait_for};
 
 /// The mount; it is gone when the value is.
 pub struct Place {
@@ -56,7 +56,7 @@ impl Place {
     /// Puts a program where the mount was started from, as a package manager does.
     pub fn install(&self, program: &Path) {
         let new = self.path("leasefs.new");
-        fs::copy(program, &new).expect("copy");
+        copy_program(program, &new);
         fs::rename(new, self.program()).expect("rename");
     }
 

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::podman::Podman;
-use crate::common::{Background, InTime, PATIENCE, assert_ok, stdout, wait_for};
+use crate::common::{Background, InTime, PATIENCE, assert_ok, copy_program, stdout, wait_for};
 use crate::{Kitchen, block, path};
 
 /// A shell as cron and CI runners start it: with little in its environment.
@@ -159,7 +159,7 @@ fn set_up(podman: &Podman, bin: &Path) {
     crate::set_mode(&bin.join("podman"), 0o755);
     let programs = podman.rootfs().join("bin");
     fs::create_dir_all(&programs).expect("directories");
-    fs::copy(found("busybox"), programs.join("busybox")).expect("busybox");
+    copy_program(found("busybox"), programs.join("busybox"));
     for name in ["sh", "echo", "cat"] {
         std::os::unix::fs::symlink("busybox", programs.join(name)).expect("a link");
     }

@@ -3,12 +3,11 @@
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
 use serde_json::json;
 
+use crate::Run;
 use crate::common::agent::Agent;
-use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, stop, wait_for};
-use crate::{Run, send};
+use crate::common::{Background, InTime, LEASEFS, Mount, Stopped, assert_ok, stdout, wait_for};
 
 #[test]
 fn the_exit_code_tells_how_the_command_ended() {
@@ -130,15 +129,6 @@ fn the_status_names_the_agent_that_the_command_works_for() {
     assert_eq!(mount.state_of("other"), "free");
 }
 
-/// Lets a stopped server go on, however the test ends: until then nobody can look at those that it keeps waiting.
-struct Stopped(i32);
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        send(self.0, Signal::SIGCONT);
-    }
-}
-
 #[test]
 fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
     let (mount, other) = (Mount::new(), Mount::new());
@@ -150,8 +140,7 @@ fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
     // Declared before, so that on any way out they are waited for when the server goes on.
     let mut looks: Vec<Background> = Vec::new();
     let mut run: Background;
-    let stopped = Stopped(other.server_pid().expect("a server"));
-    stop(stopped.0);
+    let stopped = Stopped::these(&[other.server_pid().expect("a server")]);
     // Inside execve(2) it closes the draft and waits for an answer; who reads its `stat` waits with it.
     holder.begin("execvp", json!(["sleep", ["sleep", "1000"]]));
     let stat = format!("/proc/{}/stat", holder.pid());

@@ -3,9 +3,10 @@
 use std::fs::{self, File};
 
 use libc::LOCK_EX;
+use serde_json::json;
 
 use crate::common::agent::{Agent, count};
-use crate::common::{Background, LEASEFS, Mount, assert_ok, wait_for};
+use crate::common::{Background, LEASEFS, Mount, Stopped, assert_ok, wait_for};
 use crate::stderr;
 
 /// Waits until so many are in line.
@@ -137,6 +138,33 @@ fn two_agents_for_whom_keys_are_held() {
     for said in told(&mount, "a") {
         assert_eq!(said, "");
     }
+}
+
+/// Reading what an epoll waits for waits with it, and no signal ends that.
+#[test]
+fn one_who_cannot_be_looked_at_holds_up_nobody() {
+    const WATCH: &str = "
+open('/proc/self/comm', 'w').write('leasefs')
+select.epoll().register(fd, select.EPOLLPRI)
+result = 0
+";
+    let (mount, other) = (Mount::new(), Mount::new());
+    let (holder, waiter) = (Agent::new(), Agent::new());
+    holder.create(&mount.claim("k")).expect("free");
+    assert_ok(&other.leasefs(&["run", "other", "--", "true"]));
+    let status = holder.open(&other.root().join("status/other"), libc::O_RDONLY).expect("it was held");
+    let handle = waiter.handle(&mount.claim("k"));
+    waiter.begin_flock(handle, LOCK_EX);
+    wait_line(&mount, "k", 1);
+    let stopped = Stopped::these(&[other.server_pid().expect("a server")]);
+    holder.begin("script", json!([WATCH, { "fd": status }]));
+    let sleeps_in = || fs::read_to_string(format!("/proc/{}/wchan", holder.pid())).unwrap_or_default();
+    wait_for("the other server is asked", || sleeps_in() == "request_wait_answer");
+    for said in told(&mount, "k") {
+        assert_eq!(said, "");
+    }
+    drop(stopped);
+    holder.answer().expect("the server goes on");
 }
 
 #[test]

@@ -10,7 +10,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, Mount, assert_ok, leasefs_for_all, set_mode, stdout, stop, wait_for};
+use crate::common::{
+    InTime, LEASEFS, Mount, Stopped, assert_ok, copy_program, leasefs_for_all, set_mode, stdout, wait_for,
+};
 
 fn doctor(arguments: &[&str]) -> Output {
     Command::new("timeout").args(["60", LEASEFS, "doctor"]).args(arguments).output_in_time()
@@ -61,25 +63,11 @@ fn a_dead_mount_is_told_of_and_its_cure_cures() {
     assert_eq!(found(&output, "mount", &root).0, "ok");
 }
 
-/// Lets processes go on that were stopped, however the test ends.
-struct Stopped(Vec<i32>);
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        for pid in &self.0 {
-            let _ = kill(Pid::from_raw(*pid), Signal::SIGCONT);
-        }
-    }
-}
-
 #[test]
 fn a_tree_that_does_not_answer_is_not_waited_for() {
     let mount = Mount::new();
     let pids = [mount.keeper_pid(), mount.server_pid()].map(|pid| pid.expect("it is served"));
-    let stopped = Stopped(pids.to_vec());
-    for pid in pids {
-        stop(pid);
-    }
+    let stopped = Stopped::these(&pids);
     let began = Instant::now();
     let output = doctor(&[&path(&mount.root()), "--json"]);
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
@@ -115,7 +103,7 @@ fn a_program_that_was_replaced_is_told_of_until_it_took_over() {
     set_mode(dir.path(), 0o755);
     let program = dir.path().join("leasefs");
     let install = || {
-        fs::copy(LEASEFS, dir.path().join("new")).expect("copy");
+        copy_program(LEASEFS, dir.path().join("new"));
         fs::rename(dir.path().join("new"), &program).expect("rename");
     };
     install();

@@ -19,6 +19,9 @@ use super::proc::{self, Pid};
 use super::show;
 use super::tree::Tree;
 
+/// What `/proc/PID/fd` shows of a descriptor of a process.
+const PIDFD: &str = "anon_inode:[pidfd]";
+
 /// Most keys looked at on the way round from one key.
 const MOST_KEYS: usize = 1_000;
 
@@ -255,9 +258,17 @@ impl<'a> Kin<'a> {
 }
 
 /// The processes that a process has a descriptor of.
+///
+/// Nothing is asked of its other descriptors: an epoll's waits for whatever the process waits for in it, and no signal
+/// ends that.
 fn bound_to(pid: u32) -> Vec<u32> {
-    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return Vec::new() };
-    let texts = entries.flatten().filter_map(|entry| fs::read_to_string(entry.path()).ok());
+    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
+    let is_pidfd = |entry: &fs::DirEntry| fs::read_link(entry.path()).is_ok_and(|link| link.as_os_str() == PIDFD);
+    let bound = entries.flatten().filter(is_pidfd);
+    let texts = bound.filter_map(|entry| {
+        let fd = entry.file_name();
+        fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("fdinfo").join(fd)).ok()
+    });
     texts.filter_map(|text| text.lines().find_map(|line| line.strip_prefix("Pid:"))?.trim().parse().ok()).collect()
 }
 
