@@ -126,6 +126,7 @@ impl Game {
         let engine = Arc::clone(&self.rig().engine);
         let known = self.id(at);
         let epoch = self.look(at, |entry| entry.state.epoch).unwrap_or_default();
+        let claimed_by = self.look(at, |entry| entry.state.attempt.as_ref().map(|a| a.claimant.request)).flatten();
         let seat = &mut self.seats[at];
         if matches!(act, Act::Open) && seat.players.files.len() < MAX_OPEN || matches!(act, Act::Create { .. }) {
             engine.open_name(seat.parent, seat.name.as_bytes(), now).expect("a key's name");
@@ -163,7 +164,11 @@ impl Game {
                 | Input::Close { .. }
                 | Input::CloseDraft { .. }
         );
-        if ends && seat.history.lock().iter().any(Entry::is_unanswered_request) {
+        // A lock that neither waits nor has begun the attempt has renewed it. That is not remembered: asked again after the
+        // lease was given back, it claims.
+        let renews = |(waiter, request)| !engine.is_waiting(waiter) && claimed_by != Some(request);
+        let on_its_way = |entry: &Entry| entry.is_unanswered_request() || entry.unanswered_wait().is_some_and(renews);
+        if ends && seat.history.lock().iter().any(on_its_way) {
             (seat.players.files, seat.players.drafts) = before;
             return;
         }

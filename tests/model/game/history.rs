@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use leasefs::machine::Input;
-use leasefs::{Engine, Handle, KeyId, Now, Owner, WaiterId};
+use leasefs::{Engine, Handle, KeyId, Now, Owner, RequestId, WaiterId};
 use parking_lot::Mutex;
 
 use crate::contract::Told;
@@ -33,6 +33,16 @@ impl Entry {
         let Entry::Asked { input, told, .. } = self else { return false };
         told.is_empty()
             && !matches!(input, Input::Lock { wait: Some(_), .. } | Input::Close { .. } | Input::CloseDraft { .. })
+    }
+
+    /// A lock request that may wait and was told nothing.
+    pub fn unanswered_wait(&self) -> Option<(WaiterId, RequestId)> {
+        match self {
+            Entry::Asked { input: Input::Lock { wait: Some(waiter), claimant, .. }, told, .. } if told.is_empty() => {
+                Some((*waiter, claimant.request))
+            }
+            _ => None,
+        }
     }
 
     /// A lock of this owner that was told nothing.
