@@ -172,6 +172,11 @@ impl Game {
             (seat.players.files, seat.players.drafts) = before;
             return;
         }
+        // A draft that is being opened while another becomes the result is there before that, or refused after it.
+        if matches!(&input, Input::Commit { .. }) && seat.history.lock().iter().any(Entry::is_unanswered_opening) {
+            (seat.players.files, seat.players.drafts) = before;
+            return;
+        }
         // Two threads that lock as one owner or by one handle at the same time may be taken in either order.
         if let Input::Lock { owner, handle, .. } | Input::Unlock { owner, handle, .. } = &input
             && seat.history.lock().iter().any(|entry| entry.is_unanswered_lock(*owner) || entry.is_unanswered(*handle))

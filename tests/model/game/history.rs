@@ -45,9 +45,17 @@ impl Entry {
         }
     }
 
-    /// A lock of this owner that was told nothing.
+    /// The opening of a draft that was told nothing.
+    pub fn is_unanswered_opening(&self) -> bool {
+        matches!(self, Entry::Asked { input: Input::OpenDraft { .. }, told, .. } if told.is_empty())
+    }
+
+    /// A lock or an unlock of this owner that was told nothing.
     pub fn is_unanswered_lock(&self, of: Owner) -> bool {
-        matches!(self, Entry::Asked { input: Input::Lock { owner, .. }, told, .. } if told.is_empty() && *owner == of)
+        let Entry::Asked { input: Input::Lock { owner, .. } | Input::Unlock { owner, .. }, told, .. } = self else {
+            return false;
+        };
+        told.is_empty() && *owner == of
     }
 
     /// A request about this handle that was told nothing.
