@@ -37,7 +37,7 @@ use leasefs::{Engine, KeyId, Now, RequestId};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::{Mutex, RwLock};
 
-use crate::flight::{Flight, Handling, Record, opcode};
+use crate::flight::{Flight, Handling, RESEND, Record, opcode};
 use crate::openfiles::OpenFiles;
 use crate::orphans::Reap;
 use crate::process::{self, Processes};
@@ -134,9 +134,6 @@ pub struct Caller {
     gid: u32,
     pid: u32,
 }
-
-/// Set in the number of a request that the kernel sends again after the server was replaced.
-const RESEND: u64 = 1 << 63;
 
 impl Caller {
     fn of(req: &Request, salt: u64) -> Caller {

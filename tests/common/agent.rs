@@ -410,6 +410,11 @@ impl Drop for Stray {
     }
 }
 
+/// Where in the kernel a process sleeps.
+pub fn sleeps_in(pid: i32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/wchan")).unwrap_or_default()
+}
+
 /// Has the process ended? A zombie has closed its files already, once the last of its threads is gone.
 pub fn has_ended(pid: i32) -> bool {
     // Not `stat`: reading that waits for a process in execve(2), which may wait for the tree.

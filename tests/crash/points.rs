@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use rusqlite::{Connection, OpenFlags};
 use serde_json::json;
 
-use crate::common::agent::{Agent, Fd};
+use crate::common::agent::{Agent, Fd, sleeps_in};
 use crate::common::{Mount, assert_ok, wait_for};
 use crate::killer::{kill_once, kill_twice};
 
@@ -207,11 +207,6 @@ result = select.POLLERR
 while result == select.POLLERR:
     result = poll(fd, 0, 20_000)
 ";
-
-/// Where in the kernel a process sleeps.
-fn sleeps_in(pid: i32) -> String {
-    fs::read_to_string(format!("/proc/{pid}/wchan")).unwrap_or_default()
-}
 
 /// Whoever sleeps in `poll(2)` while servers die is woken by the one that lives: also where one died before it had woken
 /// anybody.

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::common::{Mount, assert_ok, stdout, stop, wait_for};
+use crate::common::{Mount, Stopped, assert_ok, stdout, stop, wait_for};
 use crate::{complete, history, result_files};
 
 /// A prune whose server dies after rows went and before their files did, at the first step and at a later one.
@@ -48,8 +48,7 @@ fn a_prune_that_is_cut_off_waits_for_whoever_came_in_between() {
     let orders = dir.path().join("orders");
     let mount = Mount::with_variables(&[], &[("LEASEFS_TEST_ABORT", &orders)]);
     complete(&mount, "k", &[10; 100]);
-    let keeper = nix::unistd::Pid::from_raw(mount.keeper_pid().expect("a keeper"));
-    stop(keeper.as_raw());
+    let keeper = Stopped::these(&[mount.keeper_pid().expect("a keeper")]);
     let server = mount.server_pid().expect("a server");
     fs::write(&orders, "pruned").expect("order");
     let mut prune = crate::common::Background(
@@ -58,7 +57,7 @@ fn a_prune_that_is_cut_off_waits_for_whoever_came_in_between() {
     wait_for("the server died of it", || crate::common::agent::has_ended(server));
     let results = fs::File::open(mount.state().join("results")).expect("results");
     let backup = nix::fcntl::Flock::lock(results, nix::fcntl::FlockArg::LockSharedNonblock).expect("nobody has it");
-    nix::sys::signal::kill(keeper, nix::sys::signal::Signal::SIGCONT).expect("there");
+    drop(keeper);
     wait_for("another answers", || mount.server_pid().is_some_and(|pid| pid != server));
     // The order came again before any of these.
     for _ in 0..20 {

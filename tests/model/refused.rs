@@ -118,6 +118,19 @@ fn epoch(desk: &Desk) -> u64 {
     desk.look(|state| state.epoch.0)
 }
 
+/// Two wait; one is granted the key, by a commit that fails, and the other is interrupted. What each was told.
+fn a_refused_grant_and_an_interrupted_wait() -> (Arc<Desk>, Told, Told) {
+    let (desk, holder) = Desk::held();
+    let (second, third) = (desk.open(), desk.open());
+    let (_, granted) = desk.wait(second, Mode::Exclusive);
+    let (waiter, interrupted) = desk.wait(third, Mode::Exclusive);
+    desk.close(holder);
+    desk.rig.engine.interrupt(waiter, desk.now);
+    desk.fail();
+    desk.flush();
+    (desk, granted, interrupted)
+}
+
 #[test]
 fn the_next_in_line_gets_the_key_of_a_claim_that_was_refused() {
     let desk = Desk::new();
@@ -132,14 +145,7 @@ fn the_next_in_line_gets_the_key_of_a_claim_that_was_refused() {
 
 #[test]
 fn an_interrupted_waiter_takes_no_epoch_when_a_commit_fails() {
-    let (desk, holder) = Desk::held();
-    let (second, third) = (desk.open(), desk.open());
-    let (_, granted) = desk.wait(second, Mode::Exclusive);
-    let (waiter, interrupted) = desk.wait(third, Mode::Exclusive);
-    desk.close(holder);
-    desk.rig.engine.interrupt(waiter, desk.now);
-    desk.fail();
-    desk.flush();
+    let (desk, granted, interrupted) = a_refused_grant_and_an_interrupted_wait();
     assert_eq!(*granted.lock(), [Err(disk_full())]);
     assert_eq!(*interrupted.lock(), [Err(Error::Interrupted)]);
     assert_eq!((epoch(&desk), desk.state()), (1, State::Free));
@@ -401,14 +407,7 @@ fn heard(desk: &Desk) -> Vec<String> {
 
 #[test]
 fn a_wait_that_ends_with_an_error_is_told_of_once() {
-    let (desk, holder) = Desk::held();
-    let (second, third) = (desk.open(), desk.open());
-    let (_, granted) = desk.wait(second, Mode::Exclusive);
-    let (waiter, interrupted) = desk.wait(third, Mode::Exclusive);
-    desk.close(holder);
-    desk.rig.engine.interrupt(waiter, desk.now);
-    desk.fail();
-    desk.flush();
+    let (desk, granted, interrupted) = a_refused_grant_and_an_interrupted_wait();
     assert_eq!((granted.lock().len(), interrupted.lock().len()), (1, 1));
     let mut kinds = heard(&desk);
     kinds.sort();

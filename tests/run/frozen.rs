@@ -2,10 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
-
-use crate::common::{LEASEFS, Mount, assert_ok, stop, wait_for};
-use crate::{Next, Run, send, set_ttl};
+use crate::common::{LEASEFS, Mount, Stopped, assert_ok, wait_for};
+use crate::{Next, Run, set_ttl};
 
 /// Two processes deaf to TERM, one of them in a session of its own.
 const DEAF: &str = r#"
@@ -50,10 +48,9 @@ fn a_runner_whose_tree_does_not_answer_has_no_command_when_the_next_begins() {
     let mount = Mount::new();
     let mut run = Run::script(&mount, &["--ttl", "1s"], DEAF, 2);
     let next = Next::in_line(&mount, "job", &run.pids());
-    let server = mount.server_pid().expect("a server");
-    stop(server);
+    let stopped = Stopped::these(&[mount.server_pid().expect("a server")]);
     wait_for("the command is dead", || run.living().is_empty());
-    send(server, Signal::SIGCONT);
+    drop(stopped);
     assert_eq!(next.found_alive(), [0; 0]);
     assert_eq!(run.code(), Some(75));
 }
@@ -63,14 +60,12 @@ fn a_runner_whose_tree_does_not_answer_has_no_command_when_the_next_begins() {
 fn a_tree_that_does_not_say_what_it_has_woken_the_guard_for_does_not_hold_it_up() {
     let mount = Mount::new();
     let mut run = Run::script(&mount, &["--ttl", "2s"], DEAF, 2);
-    let guard = run.guard();
-    stop(guard);
+    let guard = Stopped::these(&[run.guard()]);
     let next = Next::in_line(&mount, "job", &run.pids());
-    let server = mount.server_pid().expect("a server");
-    stop(server);
-    send(guard, Signal::SIGCONT);
+    let server = Stopped::these(&[mount.server_pid().expect("a server")]);
+    drop(guard);
     wait_for("the command is dead", || run.living().is_empty());
-    send(server, Signal::SIGCONT);
+    drop(server);
     assert_eq!(next.found_alive(), [0; 0]);
     assert_eq!(run.code(), Some(75));
 }

@@ -6,11 +6,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
-
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout};
+use crate::common::{InTime, LEASEFS, Mount, Stopped, assert_ok, stdout};
 use crate::screen::Screen;
 
 /// A place with the scripts, a `leasefs` to be found in the PATH, and files that shells read when they start.
@@ -161,12 +158,11 @@ fn a_tree_that_does_not_answer_keeps_nobody_waiting() {
     let mount = Mount::new();
     once(&mount, "job");
     assert_eq!(offered(&mount, &["leasefs", "status", "j"]), ["job"]);
-    let server = Pid::from_raw(mount.server_pid().expect("a server"));
-    kill(server, Signal::SIGSTOP).expect("it is there");
+    let stopped = Stopped::these(&[mount.server_pid().expect("a server")]);
     let began = Instant::now();
     let keys = offered(&mount, &["leasefs", "status", "j"]);
     let took = began.elapsed();
-    kill(server, Signal::SIGCONT).expect("it is there");
+    drop(stopped);
     assert_eq!(keys, [""; 0]);
     assert!(took < Duration::from_secs(10), "{took:?}");
     // A tree that is gone, and none at all.

@@ -1,10 +1,7 @@
 //! `leasefs ls` as a table on a terminal and off one; progress of what takes long.
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
-
 use crate::common::agent::{Agent, count};
-use crate::common::{Mount, assert_ok, stdout, stop, wait_for};
+use crate::common::{Mount, Stopped, assert_ok, stdout, wait_for};
 use crate::screen::Screen;
 
 fn heads(text: &str) -> Vec<&str> {
@@ -121,7 +118,6 @@ fn what_takes_over_a_second_says_so_on_a_terminal() {
     let mount = Mount::new();
     let holder = Agent::new();
     let _fd = holder.create(&mount.claim("job")).expect("free");
-    let server = Pid::from_raw(mount.server_pid().expect("a server"));
     let screen = Screen::leasefs(&mount, (80, 24), "ls; true");
     assert_eq!(screen.ended(), 0);
     assert!(!screen.text().contains("waiting for the tree"), "what is quick says nothing");
@@ -129,10 +125,10 @@ fn what_takes_over_a_second_says_so_on_a_terminal() {
     let gate = mount.scratch().join("gate");
     let script = format!("until [ -e {} ]; do sleep 0.01; done; {} ls", gate.display(), crate::common::LEASEFS);
     let screen = Screen::run(&mount, (80, 24), &script);
-    stop(server.as_raw());
+    let stopped = Stopped::these(&[mount.server_pid().expect("a server")]);
     std::fs::write(&gate, "").expect("the gate");
     screen.wait("progress", |lines| lines.iter().any(|line| line.contains("waiting for the tree: ")));
-    kill(server, Signal::SIGCONT).expect("the server");
+    drop(stopped);
     assert_eq!(screen.ended(), 0);
     let text = screen.text();
     assert!(!text.contains("waiting for the tree") && text.contains("job"), "gone with the work: {text}");

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use libc::LOCK_EX;
 use serde_json::json;
 
-use crate::common::agent::{Agent, count};
+use crate::common::agent::{Agent, count, sleeps_in};
 use crate::common::{Background, LEASEFS, Mount, Stopped, assert_ok, wait_for};
 use crate::stderr;
 
@@ -158,8 +158,7 @@ result = 0
     wait_line(&mount, "k", 1);
     let stopped = Stopped::these(&[other.server_pid().expect("a server")]);
     holder.begin("script", json!([WATCH, { "fd": status }]));
-    let sleeps_in = || fs::read_to_string(format!("/proc/{}/wchan", holder.pid())).unwrap_or_default();
-    wait_for("the other server is asked", || sleeps_in() == "request_wait_answer");
+    wait_for("the other server is asked", || sleeps_in(holder.pid()) == "request_wait_answer");
     for said in told(&mount, "k") {
         assert_eq!(said, "");
     }
