@@ -4,6 +4,8 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
+use std::thread;
+use std::time::Duration;
 
 use leasefs::Key;
 use serde::Serialize;
@@ -63,10 +65,15 @@ fn is_by(why: &str, pid: u32) -> bool {
 /// # Errors
 /// Those of writing, by which the server refuses.
 pub fn send_repeatable(tree: &Tree, order: &str) -> io::Result<()> {
+    const AGAIN: Duration = Duration::from_millis(20);
+    let mut was_cut_off = false;
     loop {
         match send_text(tree, order) {
             // Nobody is told of a signal and lives, so the server was replaced: the next one is to do what is left.
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => was_cut_off = true,
+            // It deletes what the one before it had noted, or a backup that waited came first. As where the kernel sends
+            // the order again, nobody is to be told of that.
+            Err(error) if was_cut_off && error.raw_os_error() == Some(libc::EBUSY) => thread::sleep(AGAIN),
             sent => return sent,
         }
     }
