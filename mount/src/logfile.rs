@@ -12,8 +12,10 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
 use tracing::{Level, Metadata};
@@ -28,6 +30,8 @@ pub const LOG: &str = "leasefs.log";
 pub const OLD: &str = "leasefs.log.old";
 /// The most bytes in each of them.
 pub const LIMIT: u64 = 1 << 20;
+/// How long a line waits for another process at most.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The file, once there is one.
 static FILE: Mutex<Option<LogFile>> = Mutex::new(None);
@@ -49,7 +53,7 @@ pub fn start() {
 /// Where it cannot be opened.
 pub fn follow(state_dir: &Path) -> Result<()> {
     let path = || failure::shown(&state_dir.join(LOG));
-    let file = LogFile::open(state_dir).map_err(|error| Failure::LogShut { path: path(), why: error.to_string() })?;
+    let file = LogFile::open(state_dir, true).map_err(|error| Failure::LogShut { path: path(), why: error.to_string() })?;
     *FILE.lock() = Some(file);
     Ok(())
 }
@@ -107,32 +111,71 @@ impl Write for Line {
     }
 }
 
-/// The file as this process has it open, and as its stderr.
+/// The file as this process has it open.
 struct LogFile {
     dir: PathBuf,
     file: File,
+    /// Whether the file is this process's stderr too.
+    is_stderr: bool,
+    /// How long a line waits for another process to be done with its own.
+    patience: Duration,
 }
 
 impl LogFile {
-    fn open(dir: &Path) -> io::Result<LogFile> {
+    fn open(dir: &Path, is_stderr: bool) -> io::Result<LogFile> {
         let file = OpenOptions::new().append(true).create(true).mode(0o600).open(dir.join(LOG))?;
-        nix::unistd::dup2_stderr(&file)?;
-        Ok(LogFile { dir: dir.to_owned(), file })
+        if is_stderr {
+            nix::unistd::dup2_stderr(&file)?;
+        }
+        Ok(LogFile { dir: dir.to_owned(), file, is_stderr, patience: PATIENCE })
     }
 
+    /// Writes a line under the file's lock, so that no other process writes, or puts the file aside, between the look at
+    /// its length and the writing.
     fn append(&mut self, line: &[u8]) -> io::Result<()> {
-        if !self.is_by_name()? {
+        let mut lock = self.lock()?;
+        // What it goes on in may have been filled meanwhile.
+        for _ in 0..3 {
+            let is_there = self.is_by_name()?;
+            if is_there && (lock.is_none() || self.has_room(line, LIMIT)? || !self.put_aside()) {
+                break;
+            }
+            drop(lock);
             self.reopen();
+            lock = self.lock()?;
         }
-        let after = self.file.metadata()?.len() + line.len() as u64;
-        if after > LIMIT {
-            self.put_aside();
-        }
-        // Where a new one cannot be made, the old one must not grow for ever either.
-        if self.file.metadata()?.len() + line.len() as u64 <= 2 * LIMIT {
+        // Where it could not be put aside, it must not grow for ever either.
+        if self.has_room(line, 2 * LIMIT)? {
             self.file.write_all(line)?;
         }
+        drop(lock);
         Ok(())
+    }
+
+    /// The file's lock; none while another process keeps it. That one may have been stopped, so it is waited for once, and
+    /// not for long.
+    fn lock(&mut self) -> io::Result<Option<Flock<File>>> {
+        let until = Instant::now() + self.patience;
+        let mut file = self.file.try_clone()?;
+        loop {
+            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => {
+                    self.patience = PATIENCE;
+                    return Ok(Some(lock));
+                }
+                Err((back, Errno::EWOULDBLOCK)) if Instant::now() < until => file = back,
+                Err((_, Errno::EWOULDBLOCK)) => {
+                    self.patience = Duration::ZERO;
+                    return Ok(None);
+                }
+                Err((_, error)) => return Err(error.into()),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn has_room(&self, line: &[u8], limit: u64) -> io::Result<bool> {
+        Ok(self.file.metadata()?.len() + line.len() as u64 <= limit)
     }
 
     /// Whether the file is still the one by its name.
@@ -141,22 +184,14 @@ impl LogFile {
         Ok(fs::metadata(self.dir.join(LOG)).is_ok_and(|named| (named.dev(), named.ino()) == (ours.dev(), ours.ino())))
     }
 
-    fn reopen(&mut self) {
-        if let Ok(new) = LogFile::open(&self.dir) {
-            *self = new;
-        }
+    fn put_aside(&self) -> bool {
+        fs::rename(self.dir.join(LOG), self.dir.join(OLD)).is_ok()
     }
 
-    fn put_aside(&mut self) {
-        // Whoever has the lock is at it. Not to be waited for: it may have been stopped.
-        let Ok(Ok(lock)) = self.file.try_clone().map(|file| Flock::lock(file, FlockArg::LockExclusiveNonblock)) else {
-            return;
-        };
-        if self.is_by_name().is_ok_and(|is| is) && fs::rename(self.dir.join(LOG), self.dir.join(OLD)).is_err() {
-            return;
+    fn reopen(&mut self) {
+        if let Ok(new) = LogFile::open(&self.dir, self.is_stderr) {
+            *self = new;
         }
-        self.reopen();
-        drop(lock);
     }
 }
 
@@ -164,10 +199,13 @@ impl LogFile {
 mod tests {
     use super::*;
 
-    /// A file as another process would have it; stderr is left alone.
+    /// A file as another process would have it.
     fn open(dir: &Path) -> LogFile {
-        let file = OpenOptions::new().append(true).create(true).open(dir.join(LOG)).expect("file");
-        LogFile { dir: dir.to_owned(), file }
+        LogFile::open(dir, false).expect("file")
+    }
+
+    fn length(dir: &Path, name: &str) -> u64 {
+        fs::metadata(dir.join(name)).expect("stat").len()
     }
 
     #[test]
@@ -182,6 +220,34 @@ mod tests {
     }
 
     #[test]
+    fn however_many_write_at_once_each_file_is_full_and_not_longer() {
+        let dir = tempfile::tempdir().expect("directory");
+        let (writers, line) = (4, [b'x'; 1000]);
+        std::thread::scope(|scope| {
+            for _ in 0..writers {
+                scope.spawn(|| {
+                    let mut file = open(dir.path());
+                    // Together more than both files can have.
+                    (0..1000).for_each(|_| file.append(&line).expect("written"));
+                });
+            }
+        });
+        assert!(length(dir.path(), LOG) <= LIMIT);
+        let old = length(dir.path(), OLD);
+        assert!(old <= LIMIT && old + line.len() as u64 > LIMIT, "{old}");
+    }
+
+    #[test]
+    fn whoever_was_stopped_with_the_lock_holds_nobody_up() {
+        let dir = tempfile::tempdir().expect("directory");
+        let _stopped = open(dir.path()).lock().expect("lock").expect("free");
+        let mut other = open(dir.path());
+        (0..3).for_each(|_| other.append(b"line\n").expect("written"));
+        assert_eq!(length(dir.path(), LOG), 15);
+        assert_eq!(other.patience, Duration::ZERO, "waited for once");
+    }
+
+    #[test]
     fn one_that_cannot_be_put_aside_does_not_grow_for_ever() {
         let dir = tempfile::tempdir().expect("directory");
         let mut one = open(dir.path());
@@ -191,7 +257,7 @@ mod tests {
         for _ in 0..40 {
             one.append(&line).expect("written, or left out");
         }
-        let length = fs::metadata(dir.path().join(LOG)).expect("stat").len();
+        let length = length(dir.path(), LOG);
         assert!(length > LIMIT && length <= 2 * LIMIT, "{length}");
     }
 }
