@@ -8,6 +8,7 @@ pub mod agent;
 pub mod environment;
 pub mod intime;
 pub mod podman;
+pub mod witness;
 
 use std::ffi::OsStr;
 use std::fs;
