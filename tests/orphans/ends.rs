@@ -1,11 +1,13 @@
 //! Other ways a connection is lost, and other ways an orphaned lease ends.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::mount::{MntFlags, umount2};
 
 use crate::common::agent::{Agent, has_ended};
+use crate::common::luck::{in_luck, longer, shown};
 use crate::common::{assert_ok, wait_for};
 use crate::lost::Lost;
 
@@ -56,10 +58,19 @@ fn a_forced_unmount() {
 
 #[test]
 fn the_ttl_ends_it() {
-    let mut tree = Lost::with(&["--ttl", "1500ms"]);
-    let (holder, _) = Agent::holding(&tree.claim("k"));
-    tree.lose_and_mount();
-    assert_eq!(tree.state_of("k"), "orphaned");
+    let (tree, holder) = in_luck("the machine stood still for the TTL", |attempt| {
+        let ttl = longer(Duration::from_millis(1500), attempt);
+        let mut tree = Lost::with(&["--ttl", &shown(ttl)]);
+        let began = Instant::now();
+        let (holder, _) = Agent::holding(&tree.claim("k"));
+        tree.lose_and_mount();
+        let state = tree.state_of("k");
+        if began.elapsed() >= ttl {
+            return None;
+        }
+        assert_eq!(state, "orphaned");
+        Some((tree, holder))
+    });
     tree.wait_status("k", "expired", |status| status["state"] == "free" && status["outcome"] == "expired");
     assert!(tree.status("k")["orphaned_why"].is_null());
     let fd = holder.handle(&tree.claim("k"));
@@ -90,7 +101,7 @@ fn nothing_looks_through_proc_without_orphans() {
         let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
         names.into_iter().any(|name| name.trim_end() == "orphans")
     };
-    assert!(looks());
+    wait_for("the thread that looks has its name", looks);
     holder.create(&tree.claim("k")).expect("its own");
     wait_for("the end of the thread that looks", || !looks());
 }
