@@ -135,9 +135,11 @@ fn sigterm_to_the_server_is_an_orderly_unmount() {
     assert_ok(&place.mount());
     let text = fs::read_to_string(place.mnt().join(".leasefs/config")).expect("config");
     let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let server = config["pid"].as_i64().expect("pid") as i32;
+    let [server, keeper] = ["pid", "keeper_pid"].map(|field| config[field].as_i64().expect("pid") as i32);
     kill(Pid::from_raw(server), Signal::SIGTERM).expect("the server");
-    wait_for("its end", || has_ended(server));
+    for pid in [server, keeper] {
+        wait_for("its end, and its keeper's", || has_ended(pid));
+    }
     assert_not_mounted(&place.mnt());
     assert_ok(&place.mount());
     place.assert_unmounts();

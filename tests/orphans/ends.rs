@@ -12,14 +12,20 @@ use crate::common::{assert_ok, wait_for};
 use crate::lost::Lost;
 
 /// The connection was cut under a living server: it ends, and the next mount finds what was held.
-fn assert_kept(mut tree: Lost, holder: &Agent, server: i32) {
-    wait_for("the server's end", || has_ended(server));
+fn assert_kept(mut tree: Lost, holder: &Agent, [keeper, server]: [i32; 2]) {
+    for pid in [server, keeper] {
+        wait_for("the server's end, and its keeper's", || has_ended(pid));
+    }
     let old = holder.handle_of("k");
     assert_eq!(holder.read(old), Err(Errno::ENOTCONN));
     tree.start(&[]);
     tree.wait_why("k", &format!("pid {} (", holder.pid()));
     tree.assert_refused("k");
     assert_eq!(holder.epoch(holder.create(&tree.claim("k")).expect("its own")), Ok(1));
+}
+
+fn processes(tree: &Lost) -> [i32; 2] {
+    [tree.keeper_pid().expect("a keeper"), tree.server_pid().expect("a server")]
 }
 
 /// An agent's first descriptor of a key.
@@ -41,19 +47,19 @@ result = next(fd for fd in fds if os.path.exists(f'/proc/self/fdinfo/{fd}') and 
 fn an_abort() {
     let tree = Lost::new();
     let (holder, _) = Agent::holding(&tree.claim("k"));
-    let server = tree.server_pid().expect("a server");
+    let processes = processes(&tree);
     fs::write(tree.abort_file(), "1").expect("aborted");
-    assert_kept(tree, &holder, server);
+    assert_kept(tree, &holder, processes);
 }
 
 #[test]
 fn a_forced_unmount() {
     let tree = Lost::new();
     let (holder, _) = Agent::holding(&tree.claim("k"));
-    let server = tree.server_pid().expect("a server");
+    let processes = processes(&tree);
     // It cuts the connection, and then cannot unmount what is in use.
     let _ = umount2(&tree.root(), MntFlags::MNT_FORCE);
-    assert_kept(tree, &holder, server);
+    assert_kept(tree, &holder, processes);
 }
 
 #[test]
