@@ -9,6 +9,7 @@ pub mod environment;
 pub mod intime;
 pub mod luck;
 pub mod podman;
+pub mod witness;
 
 use std::ffi::OsStr;
 use std::fs;
