@@ -7,6 +7,7 @@
 pub mod agent;
 pub mod environment;
 pub mod intime;
+pub mod luck;
 pub mod podman;
 pub mod witness;
 
@@ -22,7 +23,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 #[allow(unused_imports, reason = "not every test program uses all of it")]
-pub use intime::{CutOff, InTime, end, in_time, read_in_time};
+pub use intime::{CutOff, InTime, end, in_time, read_in_time, shown_once};
 
 /// The binary under test.
 pub const LEASEFS: &str = env!("CARGO_BIN_EXE_leasefs");
@@ -141,6 +142,34 @@ impl Mount {
         });
     }
 
+    /// Waits until these keys' leases are older than the time they had left at first, which they only are if somebody renews
+    /// them; all the while each is held, at this epoch. A third of their TTL has to be more than any pause of the machine.
+    pub fn wait_outlived(&self, keys: &[&str], epoch: u64) {
+        let end = |key: &&str| -> jiff::Timestamp {
+            let status = self.status(key);
+            status["expires"].as_str().unwrap_or_else(|| panic!("not held: {status}")).parse().expect("RFC 3339")
+        };
+        let ends = keys.iter().map(end).max().expect("a key");
+        wait_for(&format!("{keys:?} outlive their TTL"), || {
+            for key in keys {
+                let status = self.status(key);
+                assert_eq!(
+                    (status["state"].as_str(), status["epoch"].as_u64()),
+                    (Some("held"), Some(epoch)),
+                    "{status}"
+                );
+            }
+            jiff::Timestamp::now() > ends
+        });
+    }
+
+    /// Has a lease run out soon, however long it was to last: by a TTL set from outside, so that nothing before this has to be
+    /// quick.
+    pub fn shorten(&self, key: &str) {
+        let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', b'100ms')";
+        assert_ok(&self.command("python3").args(["-I", "-S", "-c", set]).arg(self.claim(key)).output_in_time());
+    }
+
     /// Waits until the registry's file has all that was decided so far, for whoever reads that: the server keeps it in a
     /// journal for a moment.
     pub fn wait_applied(&self) {
@@ -217,8 +246,7 @@ impl Mount {
 
     /// Unmounts and waits for the server's end; the state stays.
     pub fn unmount(&mut self) {
-        let output = Command::new(LEASEFS).arg("unmount").arg(self.root()).output_in_time();
-        assert!(output.status.success(), "leasefs unmount failed: {}", String::from_utf8_lossy(&output.stderr));
+        assert_ok(&unmount_unused(&self.root()));
         self.mounted = false;
     }
 
@@ -350,6 +378,32 @@ impl Drop for Stopped {
 #[track_caller]
 pub fn copy_program(from: impl AsRef<Path>, to: impl AsRef<Path>) {
     assert_ok(&Command::new("cp").arg("--").arg(from.as_ref()).arg(to.as_ref()).output_in_time());
+}
+
+/// Writes a script that is to be executed. By a process of its own, for the same reason.
+#[track_caller]
+pub fn write_program(path: impl AsRef<Path>, text: &str) {
+    let path = path.as_ref();
+    let written = tempfile::NamedTempFile::new().expect("a file");
+    fs::write(written.path(), text).expect("a script");
+    // Another one in its place: what was there may be executed just now.
+    let _ = fs::remove_file(path);
+    copy_program(written.path(), path);
+    set_mode(path, 0o755);
+}
+
+/// `leasefs unmount` of a tree that nobody uses any more. What this program had open of it, looking at a key, a
+/// neighbour's child has as well until it executes its program, and on a slow machine that may take longer than the
+/// command tries it.
+#[track_caller]
+pub fn unmount_unused(root: &Path) -> Output {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let output = Command::new(LEASEFS).arg("unmount").arg(root).output_in_time();
+        if !stderr(&output).contains("in use") || Instant::now() > deadline {
+            return output;
+        }
+    }
 }
 
 /// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].
