@@ -69,6 +69,10 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
     }
     let mut entries = std::fs::read_dir(&path).with_context(|| shown.clone())?;
     if entries.next().is_some() {
+        // Since it was looked at above, another may have mounted here.
+        if is_leasefs(&path)? {
+            bail!(Failure::MountedAlready { path: shown });
+        }
         bail!(Failure::MountpointNotEmpty { path: shown });
     }
     Ok(path)

@@ -53,7 +53,8 @@ pub fn start() {
 /// Where it cannot be opened.
 pub fn follow(state_dir: &Path) -> Result<()> {
     let path = || failure::shown(&state_dir.join(LOG));
-    let file = LogFile::open(state_dir, true).map_err(|error| Failure::LogShut { path: path(), why: error.to_string() })?;
+    let file =
+        LogFile::open(state_dir, true).map_err(|error| Failure::LogShut { path: path(), why: error.to_string() })?;
     *FILE.lock() = Some(file);
     Ok(())
 }
