@@ -78,8 +78,8 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// How long another mount on the same directory is waited for: as long as mount(2) takes.
-const MOUNTED_WITHIN: Duration = Duration::from_secs(1);
+/// How long another mount on the same directory is waited for: longer than mount(2) takes on a machine that has much to do.
+const MOUNTED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Keeps every other leasefs from mounting on a directory for as long as the value lives, and checks that none has done so
 /// since [`check_mountpoint`]: the later of two would hide the tree of the other, and take it for its own. None where the

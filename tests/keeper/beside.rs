@@ -41,7 +41,7 @@ fn a_keeper_that_ends_leaves_alone_what_is_mounted_in_the_place_of_its_tree() {
     assert!(place.wait().success(), "{}", place.log());
     assert_eq!(place.number("keeper_pid"), Some(its_keeper.into()), "the other tree is served");
     assert_ok(&leasefs("unmount", &place.mnt(), &[]).output_in_time());
-    assert!(has_ended(its_keeper));
+    wait_for("its end", || has_ended(its_keeper));
 }
 
 /// What a command says, and how it ended.
