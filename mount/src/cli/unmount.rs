@@ -13,7 +13,7 @@ use crate::{kernel_mount, mountinfo};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// For how long an unmount is tried again while the tree is busy: a file that is just being closed, as that of a holder
 /// whose key was released a moment ago, keeps it so a little longer than its lease is there.
-const CLOSED_WITHIN: Duration = Duration::from_secs(1);
+const CLOSED_WITHIN: Duration = Duration::from_secs(3);
 
 /// Arguments of `leasefs unmount`.
 #[derive(clap::Args)]
