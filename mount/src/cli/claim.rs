@@ -199,14 +199,15 @@ fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Resu
         };
         bail!("{key}: this agent holds it already, at epoch {}{to}: release it first to bind it anew", status.epoch);
     }
-    if let Some(ttl) = args.ttl {
-        set_ttl(tree, key, ttl)?;
-    }
     match order::send(tree, "renew", key, status.epoch, None) {
         Ok(()) => {}
         // It has just ended: this is a new claim.
         Err(error) if error.raw_os_error() == Some(libc::ESTALE) => return Ok(None),
         Err(error) => return Err(trouble(key, error)),
+    }
+    // Only now: it is set by the key's name, and the attempt may have been over since it was looked at.
+    if let Some(ttl) = args.ttl {
+        set_ttl(tree, key, ttl)?;
     }
     let renewed = tree.status(key)?.filter(|now| now.epoch == status.epoch).unwrap_or(status);
     let pid = renewed.holder.as_ref().map(|holder| holder.pid);
@@ -222,7 +223,8 @@ fn settled(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<(Status
     loop {
         let Some(status) = tree.status(key)? else { return Ok(None) };
         let Some(kept) = attempt::kept_for_agent(&status, agent) else { return Ok(None) };
-        if kept.how.is_none() || status.holder.as_ref().is_some_and(|holder| holder::is_kept(holder.pid)) {
+        let is_kept = |how| status.holder.as_ref().is_some_and(|holder| holder::is_kept(holder.pid, how));
+        if kept.how.as_deref().is_none_or(is_kept) {
             return Ok(Some((status, kept)));
         }
         if Instant::now() >= until {
@@ -238,7 +240,7 @@ fn settled(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<(Status
 fn set_ttl(tree: &Tree, key: &Key, ttl: Ttl) -> Result<()> {
     let set = std::fs::File::open(tree.files.claim_path(key)).and_then(|file| handle::set_ttl(&file, ttl));
     match set {
-        // It has just ended; the renewal will tell.
+        // It has just ended, all the same.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(trouble(format_args!("{key}: its TTL cannot be set to {ttl}"), error)),
         Ok(()) => Ok(()),
