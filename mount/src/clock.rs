@@ -5,10 +5,24 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use leasefs::Now;
 use nix::time::{ClockId, clock_gettime};
 
-/// Reads both clocks.
+/// Between the readings of two clocks that count as one.
+const TOGETHER_NS: u64 = 500_000;
+/// A machine on which they never do has to go on as well.
+const TRIES: u32 = 8;
+
+/// Reads both clocks, again where this process had to stop in between: what is shown of a lease would be off by that.
 pub fn now() -> Now {
-    let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    Now { boot_ns: boot_ns(), wall_ms: i64::try_from(wall.as_millis()).unwrap_or(i64::MAX) }
+    let mut before = boot_ns();
+    let mut tries = 1;
+    loop {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let boot_ns = boot_ns();
+        if boot_ns.saturating_sub(before) <= TOGETHER_NS || tries == TRIES {
+            return Now { boot_ns, wall_ms: i64::try_from(wall.as_millis()).unwrap_or(i64::MAX) };
+        }
+        before = boot_ns;
+        tries += 1;
+    }
 }
 
 /// `CLOCK_BOOTTIME` in nanoseconds: suspend counts, clock steps do not.

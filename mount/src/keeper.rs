@@ -227,7 +227,7 @@ impl Keeper {
                 self.hear_check();
             }
             if awake.order
-                && let Some(requester) = self.control.accept()
+                && let Some(requester) = self.control.next_order()
             {
                 self.begin_upgrade(requester);
             }
@@ -264,10 +264,9 @@ impl Keeper {
             // Rounded up, or it would spin for the last millisecond.
             PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
         });
-        let mut fds = vec![
-            PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
-            PollFd::new(self.control.as_fd(), PollFlags::POLLIN),
-        ];
+        let mut fds = vec![PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
+        fds.extend(self.control.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        let orders = 1..fds.len();
         let children = [self.server.as_ref(), self.check.as_ref().map(|check| &check.child)];
         let places = children.map(|child| {
             let report = child?.report.as_ref()?;
@@ -284,7 +283,7 @@ impl Keeper {
         }
         let is_ready = |at: usize| fds[at].revents().is_some_and(|events| !events.is_empty());
         Ok(Awake {
-            order: is_ready(1),
+            order: orders.into_iter().any(is_ready),
             server_said: places[0].is_some_and(is_ready),
             check_said: places[1].is_some_and(is_ready),
         })

@@ -7,7 +7,9 @@
 pub mod agent;
 pub mod environment;
 pub mod intime;
+pub mod luck;
 pub mod podman;
+pub mod witness;
 
 use std::ffi::OsStr;
 use std::fs;
@@ -244,8 +246,7 @@ impl Mount {
 
     /// Unmounts and waits for the server's end; the state stays.
     pub fn unmount(&mut self) {
-        let output = Command::new(LEASEFS).arg("unmount").arg(self.root()).output_in_time();
-        assert!(output.status.success(), "leasefs unmount failed: {}", String::from_utf8_lossy(&output.stderr));
+        assert_ok(&unmount_unused(&self.root()));
         self.mounted = false;
     }
 
@@ -377,6 +378,32 @@ impl Drop for Stopped {
 #[track_caller]
 pub fn copy_program(from: impl AsRef<Path>, to: impl AsRef<Path>) {
     assert_ok(&Command::new("cp").arg("--").arg(from.as_ref()).arg(to.as_ref()).output_in_time());
+}
+
+/// Writes a script that is to be executed. By a process of its own, for the same reason.
+#[track_caller]
+pub fn write_program(path: impl AsRef<Path>, text: &str) {
+    let path = path.as_ref();
+    let written = tempfile::NamedTempFile::new().expect("a file");
+    fs::write(written.path(), text).expect("a script");
+    // Another one in its place: what was there may be executed just now.
+    let _ = fs::remove_file(path);
+    copy_program(written.path(), path);
+    set_mode(path, 0o755);
+}
+
+/// `leasefs unmount` of a tree that nobody uses any more. What this program had open of it, looking at a key, a
+/// neighbour's child has as well until it executes its program, and on a slow machine that may take longer than the
+/// command tries it.
+#[track_caller]
+pub fn unmount_unused(root: &Path) -> Output {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let output = Command::new(LEASEFS).arg("unmount").arg(root).output_in_time();
+        if !stderr(&output).contains("in use") || Instant::now() > deadline {
+            return output;
+        }
+    }
 }
 
 /// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].

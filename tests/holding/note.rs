@@ -108,12 +108,16 @@ fn a_note_ends_with_its_attempt() {
     assert!(!second.read(fd).expect("holder").contains("the first's"));
 }
 
-/// Reads for a second, by one's own open each time and by a descriptor kept open; the notes seen.
+/// Reads for a second, and until it has seen enough, by one's own open each time and by a descriptor kept open; the notes
+/// seen.
 const READER: &str = r#"
-fd, seen, torn, end = os.open(path, os.O_RDONLY), set(), [], time.monotonic() + 1.5
+fd, seen, torn, began = os.open(path, os.O_RDONLY), set(), [], time.monotonic()
+def goes_on():
+    lasted = time.monotonic() - began
+    return lasted < 1.5 or len(seen) <= 5 and lasted < 40
 def note(record):
     return record.decode().split("\nnote: ")[1].rstrip("\n")
-while time.monotonic() < end:
+while goes_on():
     with open(path, "rb", buffering=0) as file:
         notes = [note(file.read()), note(os.pread(fd, 65536, 0))]
     with open(status, "rb", buffering=0) as file:
@@ -123,6 +127,15 @@ while time.monotonic() < end:
             torn.append(text)
         seen.add(text[:1])
 result = [len(seen), torn[:3]]
+"#;
+
+/// Writes one note after the other until it is told to stop; how many.
+const WRITER: &str = r#"
+result = 0
+while result <= 50 or not os.path.exists(stop):
+    n = result % 26 + 1
+    os.write(fd, bytes([64 + n]) * (100 * n))
+    result += 1
 "#;
 
 #[test]
@@ -137,16 +150,14 @@ fn readers_see_whole_notes_only() {
         reader.begin("script", json!([READER, { "path": path, "status": mount.root().join("status/k") }]));
     }
     // Letter and length belong together: A is 100 long, B 200, … Z 2,600.
-    let writes = writer
-        .script(
-            "end, result = time.monotonic() + 1.5, 0\nwhile time.monotonic() < end:\n  n = result % 26 + 1\n  os.write(fd, bytes([64 + n]) * (100 * n))\n  result += 1",
-            json!({ "fd": fd }),
-        )
-        .expect("the holder writes");
-    assert!(writes.as_u64() > Some(50), "{writes} writes are enough to tear something");
+    let stop = mount.scratch().join("stop");
+    writer.begin("script", json!([WRITER, { "fd": fd, "stop": stop }]));
     for reader in &readers {
         let answer: Value = reader.answer().expect("the reader reads");
         assert_eq!(answer[1], json!([]), "torn notes");
         assert!(answer[0].as_u64() > Some(5), "the reader saw {} different notes", answer[0]);
     }
+    std::fs::write(&stop, "").expect("written");
+    let writes = writer.answer().expect("the holder writes");
+    assert!(writes.as_u64() > Some(50), "{writes} writes are enough to tear something");
 }

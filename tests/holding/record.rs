@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::{Agent, count, epoch_of};
-use crate::common::{Mount, stdout};
+use crate::common::{Mount, stdout, wait_for};
 
 /// The `name: value` lines; of a name that comes twice, the first.
 fn lines(record: &str) -> BTreeMap<String, String> {
@@ -109,9 +109,20 @@ fn a_handle_of_a_free_key_reads_the_epoch_that_was() {
     assert_eq!(lines(&record)["state"], "free");
 }
 
+/// Reads the record until that fails; the epochs it saw, and the errno.
+const READ_ON: &str = r#"
+result, end = [], time.monotonic() + 50
+while time.monotonic() < end:
+    try: epoch = int(read(fd).split(b"\n")[0])
+    except OSError as error: epoch = -error.errno
+    if epoch not in result: result.append(epoch)
+    if epoch < 0: break
+    open(has_read, "a").close()
+"#;
+
 #[test]
 fn an_epoch_read_from_ones_own_handle_is_never_anothers() {
-    let mount = Mount::with(&["--ttl", "300ms"]);
+    let mount = Mount::new();
     let path = mount.claim("k");
     let (agent, next) = (Agent::new(), Agent::new());
     let fd = agent.open(&path, libc::O_RDWR | O_CREAT).expect("free key");
@@ -119,12 +130,12 @@ fn an_epoch_read_from_ones_own_handle_is_never_anothers() {
     let handle = next.handle(&path);
     // Read as fast as possible while the lease passes to the next: 1, then ESTALE, never 2.
     next.begin_flock(handle, LOCK_EX);
-    let seen = agent
-        .script(
-            "result, end = [], time.monotonic() + 30\nwhile time.monotonic() < end:\n  try: epoch = int(read(fd).split(b'\\n')[0])\n  except OSError as e: epoch = -e.errno\n  if epoch not in result: result.append(epoch)\n  if epoch < 0: break",
-            json!({ "fd": fd }),
-        )
-        .expect("reads");
+    mount.wait_status("k", "the next in line", |status| count(status, "waiters") == 1);
+    let has_read = mount.scratch().join("has-read");
+    agent.begin("script", json!([READ_ON, { "fd": fd, "has_read": has_read }]));
+    wait_for("it reads", || has_read.exists());
+    Agent::new().set_xattr(&path, "user.lease.ttl", "100ms").expect("root is the holder's user");
+    let seen = agent.answer().expect("reads");
     assert_eq!(seen, json!([1, -(Errno::ESTALE as i32)]));
     next.answer().expect("granted at the deadline");
     assert_eq!(next.epoch(handle), Ok(2));

@@ -1,11 +1,14 @@
 //! Renewal: what renews, what does not, and that the deadline follows.
 
+use std::time::Duration;
+
 use libc::{F_GETLK, F_WRLCK, LOCK_EX, LOCK_NB, O_RDWR};
 use nix::errno::Errno;
 use serde_json::{Value, json};
 
-use crate::common::Mount;
 use crate::common::agent::{Agent, Fd};
+use crate::common::luck::{in_luck, longer, shown};
+use crate::common::{Mount, PATIENCE};
 use crate::{millis, wait_until};
 
 /// Does something 20 ms after the last renewal, and gives the status before and after.
@@ -76,21 +79,42 @@ fn another_process_cannot_renew_by_touching_the_file() {
     assert_eq!(holder.epoch(fd), Ok(1));
 }
 
+/// Claims a key and renews it for three times the TTL; then what its status says, and the longest that any of these came
+/// after the renewal before.
+const BEAT: &str = r#"
+last, beats, longest, failed = time.monotonic(), 0, 0, None
+fd = os.open(f"{root}/claims/k", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+end = last + 3 * ttl
+while time.monotonic() < end and failed is None:
+    now = time.monotonic()
+    try: os.write(fd, str(beats).encode())
+    except OSError as error: failed = error.errno
+    longest = max(longest, time.monotonic() - last)
+    last, beats = now, beats + 1
+    time.sleep(ttl / 10)
+with open(f"{root}/status/k") as file: status = json.load(file)
+longest = max(longest, time.monotonic() - last)
+result = dict(fd=fd, beats=beats, longest=longest, failed=failed, status=status)
+"#;
+
 #[test]
 fn a_lease_that_is_renewed_lasts_and_one_that_is_not_ends() {
-    let mount = Mount::with(&["--ttl", "1s"]);
-    let agent = Agent::new();
-    let fd = agent.create(&mount.claim("k")).expect("free key");
-    // Three times the TTL, beaten.
-    let beats = agent
-        .script(
-            "end, result = time.monotonic() + 3, 0\nwhile time.monotonic() < end:\n  os.write(fd, str(result).encode()); result += 1; time.sleep(0.1)",
-            json!({ "fd": fd }),
-        )
-        .expect("each beat came in time");
-    assert!(beats.as_u64() > Some(5), "{beats} beats");
-    let status = mount.status("k");
-    assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)));
+    let (mount, agent, fd) = in_luck("it was stopped for a TTL between two beats", |attempt| {
+        let ttl = longer(Duration::from_secs(1), attempt);
+        let mount = Mount::with(&["--ttl", &shown(ttl)]);
+        let agent = Agent::new();
+        let names = json!({ "root": mount.root(), "ttl": ttl.as_secs_f64() });
+        agent.begin("script", json!([BEAT, names]));
+        let beaten = agent.answer_within(3 * ttl + PATIENCE).expect("in time").expect("a free key");
+        if beaten["longest"].as_f64().expect("seconds") >= ttl.as_secs_f64() {
+            return None;
+        }
+        assert_eq!(beaten["failed"], Value::Null, "each beat came in time");
+        assert!(beaten["beats"].as_u64() > Some(5), "{beaten}");
+        let status = &beaten["status"];
+        assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)));
+        Some((mount, agent, beaten["fd"].as_i64().expect("a descriptor")))
+    });
     mount.wait_status("k", "expired", |status| status["outcome"] == "expired");
     assert_eq!(agent.write(fd, "one more"), Err(Errno::ESTALE));
 }

@@ -96,11 +96,13 @@ fn an_evicted_handle_is_stale_for_ever() {
 #[test]
 fn a_stopped_holder_loses_its_lease_and_learns_it_when_it_goes_on() {
     use nix::sys::signal::Signal;
-    let mount = Mount::with(&["--ttl", "300ms"]);
+    let mount = Mount::new();
     let path = mount.claim("k");
     let (holder, next) = (Agent::new(), Agent::new());
     let fd = holder.create(&path).expect("free key");
     holder.signal(Signal::SIGSTOP);
+    // Its own alone: the next has all the time it needs.
+    next.set_xattr(&path, "user.lease.ttl", "300ms").expect("root is the holder's user");
     mount.wait_status("k", "expired", |status| status["outcome"] == "expired");
     let taken = next.create(&path).expect("free again");
     holder.signal(Signal::SIGCONT);

@@ -86,6 +86,7 @@ fn the_files_of_what_went_are_deleted_at_the_next_mount_at_the_latest() {
     );
     wait_for("the server died of it", || crate::common::agent::has_ended(server));
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(keeper), nix::sys::signal::Signal::SIGKILL).expect("there");
+    wait_for("its keeper's end", || crate::common::agent::has_ended(keeper));
     assert!(!order.wait().success(), "nobody carried it out");
     assert_eq!(result_files(&mount.state()), 5, "rows went, their files did not");
     mount.start(&[]);

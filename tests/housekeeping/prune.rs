@@ -212,9 +212,12 @@ fn events_and_the_status_tell_of_it() {
 }
 
 /// Claims and releases until told to stop, with a result each time; how many, and how long the slowest took in seconds.
+/// Says when it is at it.
 const BUSY: &str = r#"
 count, slowest = 0, 0
 while not os.path.exists(stop):
+    if count == 1:
+        open(begun, "w").close()
     count += 1
     began = time.monotonic()
     fd = os.open(f"{root}/claims/busy-{count % 5}", os.O_RDWR | os.O_CREAT)
@@ -238,8 +241,10 @@ fn claims_and_backups_go_on_while_a_long_history_is_pruned() {
     complete(&mount, "results", &[100; 300]);
     let stop = mount.scratch().join("stop");
     let workers: Vec<Agent> = (0..2).map(|_| Agent::new()).collect();
-    for worker in &workers {
-        worker.begin("script", json!([BUSY, { "root": mount.root(), "stop": stop }]));
+    for (number, worker) in workers.iter().enumerate() {
+        let begun = mount.scratch().join(format!("begun-{number}"));
+        worker.begin("script", json!([BUSY, { "root": mount.root(), "stop": stop, "begun": begun }]));
+        wait_for("it claims", || begun.exists());
     }
     let went = prune(&mount, &["--attempts-over", "5", "--completed-older", "0s"]);
     // Backups find each result of the rows they have, however often history is pruned meanwhile.
@@ -257,9 +262,9 @@ fn claims_and_backups_go_on_while_a_long_history_is_pruned() {
         let answer = worker.answer().expect("nobody is refused");
         let (count, slowest) = (answer[0].as_u64().expect("a count"), answer[1].as_f64().expect("seconds"));
         eprintln!("{count} claims meanwhile, the slowest in {:.1} ms", slowest * 1e3);
-        assert!(count > 0);
-        // Far below what all of the pruning takes on a slow disk, far above one step of it.
-        assert!(Duration::from_secs_f64(slowest) < Duration::from_secs(5), "a claim waited {slowest} s");
+        assert!(count > 1);
+        // Below what all of the pruning takes on a slow machine, far above one step of it.
+        assert!(Duration::from_secs_f64(slowest) < Duration::from_secs(20), "a claim waited {slowest} s");
     }
     assert!(went.contains("longer"), "{went}");
     assert_eq!(history(&mount, "long"), [3_000]);

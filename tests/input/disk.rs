@@ -45,7 +45,7 @@ impl Served {
     }
 
     fn end(self) {
-        assert_ok(&self.place.unmount(&self.place.mnt()));
+        self.place.assert_unmounts();
         let output = std::process::Command::new(LEASEFS)
             .arg("verify")
             .arg("--state")

@@ -58,7 +58,7 @@ fn one_that_is_mounted_already() {
     let times = mounts.lines().filter(|line| line.split(' ').nth(1) == mnt.to_str()).count();
     assert_eq!(times, 1, "nothing was mounted over it");
     drop(agent);
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
 }
 
 /// Kills the keeper of a tree like a crash would, and the server with it.
@@ -92,11 +92,11 @@ fn a_dead_one_is_told_of_and_can_be_cleared_as_it_says() {
     // Other commands say it, too.
     let status = Command::new(LEASEFS).arg("ls").env("LEASEFS_ROOT", place.mnt()).output_in_time();
     assert_refused(&status, &place.mnt(), &[&["server are gone"], &["leasefs mount"]]);
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
     assert_not_mounted(&place.mnt());
     assert_ok(&place.mount());
     assert!(Agent::new().create(&place.mnt().join("claims/k")).is_ok(), "and all is well again");
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_busy_tree_is_not_unmounted_and_goes_on() {
     assert_eq!(agent.epoch(fd), Ok(1));
     agent.write(fd, "still here").expect("holder");
     agent.close(fd);
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
     assert_not_mounted(&place.mnt());
 }
 
@@ -135,12 +135,14 @@ fn sigterm_to_the_server_is_an_orderly_unmount() {
     assert_ok(&place.mount());
     let text = fs::read_to_string(place.mnt().join(".leasefs/config")).expect("config");
     let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let server = config["pid"].as_i64().expect("pid") as i32;
+    let [server, keeper] = ["pid", "keeper_pid"].map(|field| config[field].as_i64().expect("pid") as i32);
     kill(Pid::from_raw(server), Signal::SIGTERM).expect("the server");
-    wait_for("its end", || has_ended(server));
+    for pid in [server, keeper] {
+        wait_for("its end, and its keeper's", || has_ended(pid));
+    }
     assert_not_mounted(&place.mnt());
     assert_ok(&place.mount());
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
 }
 
 #[test]
@@ -163,7 +165,7 @@ fn a_mountpoint_by_symlink_or_relative_path_is_the_same() {
         .output_in_time();
     assert_ok(&output);
     assert!(place.mnt().join("claims").is_dir(), "a relative path means the caller's directory");
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
 }
 
 #[test]
@@ -182,7 +184,7 @@ fn a_server_in_the_foreground_ends_with_its_mount() {
         .expect("leasefs mount runs");
     wait_for("the tree", || place.mnt().join("claims").is_dir());
     assert!(server.try_wait().expect("wait").is_none(), "it stays in the foreground");
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
     wait_for("its end", || server.try_wait().expect("wait").is_some());
     assert!(server.wait().expect("wait").success());
 }

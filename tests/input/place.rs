@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use tempfile::TempDir;
 
-use crate::common::{InTime, LEASEFS, assert_ok, set_mode};
+use crate::common::{InTime, LEASEFS, assert_ok, set_mode, unmount_unused};
 
 /// Two directories; what is mounted below them is unmounted when the value goes.
 pub struct Place {
@@ -60,7 +60,13 @@ impl Place {
         fs::create_dir(self.mnt().join("claims/ns")).expect("mkdir");
         let claim = Command::new("flock").arg("-n").arg(self.mnt().join("claims/ns/k")).arg("true").output_in_time();
         assert_ok(&claim);
-        assert_ok(&self.unmount(&self.mnt()));
+        self.assert_unmounts();
+    }
+
+    /// Nobody uses the tree any more.
+    #[track_caller]
+    pub fn assert_unmounts(&self) {
+        assert_ok(&unmount_unused(&self.mnt()));
     }
 
     /// A small filesystem of its own at `name`.

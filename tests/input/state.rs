@@ -37,7 +37,7 @@ fn a_read_only_one_used_or_new() {
         if used {
             assert_ok(&Command::new("mount").args(["-o", "remount,rw"]).arg(&disk).output_in_time());
             assert_ok(&place.mount_at(&place.mnt(), &state, &[]));
-            assert_ok(&place.unmount(&place.mnt()));
+            place.assert_unmounts();
         }
         assert_ok(&Command::new("mount").args(["-o", "remount,ro"]).arg(&disk).output_in_time());
         let output = place.mount_at(&place.mnt(), &state, &[]);
@@ -161,6 +161,6 @@ fn one_that_was_in_use_can_be_served_when_the_server_is_gone() {
     assert_ok(&place.mount());
     let status = fs::read_to_string(place.mnt().join("status/ns/k")).expect("a key that was");
     assert!(status.contains("\"epoch\":1"), "{status}");
-    assert_ok(&place.unmount(&place.mnt()));
+    place.assert_unmounts();
     assert_not_mounted(&place.mnt());
 }

@@ -1,14 +1,16 @@
 //! Servers killed one after the other under callers that do not pause.
 
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::common::{Mount, end, read_in_time, wait_for};
+use crate::common::{Mount, PATIENCE, end, read_in_time, wait_for};
 
-/// Looks at names and attributes until it is told to end, and says how often, and which errors it got.
+/// Looks at names and attributes until it is told to end, and says how often, and which errors it got. It makes a file
+/// once it has done much.
 const LOOKER: &str = r#"
 import collections, os, sys, threading
 root, errors, calls = sys.argv[1], collections.Counter(), 0
@@ -18,6 +20,8 @@ def until_told():
     ended.set()
 threading.Thread(target=until_told, daemon=True).start()
 while not ended.is_set():
+    if calls == 200:
+        open(sys.argv[2], "w").close()
     for name in ("claims", "status/none", "results", ".leasefs/config", "claims/none"):
         calls += 1
         try:
@@ -29,7 +33,8 @@ while not ended.is_set():
 print(calls, dict(errors))
 "#;
 
-/// Takes one of two keys, again and again, and says which epochs it was given of each, and which errors.
+/// Takes one of two keys, again and again, and says which epochs it was given of each, and which errors. It makes a file
+/// once it has had some.
 const LOCKER: &str = r#"
 import collections, fcntl, os, sys, threading
 root, errors, epochs = sys.argv[1], collections.Counter(), []
@@ -40,6 +45,8 @@ def until_told():
 threading.Thread(target=until_told, daemon=True).start()
 turn = 0
 while not ended.is_set():
+    if len(epochs) == 5:
+        open(sys.argv[2], "w").close()
     turn += 1
     try:
         key = "ab"[turn % 2]
@@ -53,24 +60,33 @@ while not ended.is_set():
 print(",".join(epochs) or "none", dict(errors))
 "#;
 
-struct Looker(Child);
+struct Looker {
+    child: Child,
+    has_done_much: PathBuf,
+}
 
 impl Looker {
-    fn new(mount: &Mount, script: &str) -> Looker {
+    fn new(mount: &Mount, script: &str, number: usize) -> Looker {
+        let has_done_much = mount.scratch().join(format!("busy-{number}"));
         let mut command = Command::new("python3");
-        command.args(["-c", script]).arg(mount.root());
-        Looker(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3"))
+        command.args(["-c", script]).arg(mount.root()).arg(&has_done_much);
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3");
+        Looker { child, has_done_much }
+    }
+
+    fn has_ended(&mut self) -> bool {
+        self.child.try_wait().expect("wait").is_some()
     }
 
     /// What it did, and the errors it got.
     fn end(mut self) -> (String, String) {
-        drop(self.0.stdin.take());
+        drop(self.child.stdin.take());
         let mut said = None;
         wait_for("a caller to end: it hangs", || {
-            said = said.or_else(|| self.0.try_wait().expect("wait"));
+            said = said.or_else(|| self.child.try_wait().expect("wait"));
             said.is_some()
         });
-        let out = read_in_time(self.0.stdout.take());
+        let out = read_in_time(self.child.stdout.take());
         let (calls, errors) = out.trim().split_once(' ').expect("two words");
         (calls.to_owned(), errors.to_owned())
     }
@@ -78,16 +94,21 @@ impl Looker {
 
 impl Drop for Looker {
     fn drop(&mut self) {
-        end(&mut self.0);
+        end(&mut self.child);
     }
 }
 
-/// Kills so many servers, each at a random moment, and gives what the callers saw.
+/// Kills so many servers, each at a random moment, and more until every caller has done much meanwhile; gives what the
+/// callers saw.
 fn kill_under_load(options: &[&str], script: &str, kills: usize) -> Vec<(String, String)> {
     let mut mount = Mount::with(options);
-    let lookers: Vec<Looker> = (0..4).map(|_| Looker::new(&mount, script)).collect();
-    let mut last = 0;
-    for _ in 0..kills {
+    let mut lookers: Vec<Looker> = (0..4).map(|number| Looker::new(&mount, script, number)).collect();
+    let (mut last, until) = (0, Instant::now() + PATIENCE);
+    for kill_number in 0.. {
+        let are_done = lookers.iter_mut().all(|looker| looker.has_done_much.exists() || looker.has_ended());
+        if kill_number >= kills && (are_done || Instant::now() > until) {
+            break;
+        }
         let mut next = None;
         wait_for("the next server", || {
             next = mount.server_pid().filter(|pid| *pid != last);

@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::common::agent::has_ended;
-use crate::common::{InTime, LEASEFS, copy_program, end, wait_for};
+use crate::common::{LEASEFS, assert_ok, copy_program, end, unmount_unused, wait_for};
 
 /// The mount; it is gone when the value is.
 pub struct Place {
@@ -136,8 +136,7 @@ impl Place {
     }
 
     pub fn unmount(&mut self) {
-        let output = Command::new(LEASEFS).arg("unmount").arg(self.mnt()).output_in_time();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert_ok(&unmount_unused(&self.mnt()));
         assert!(self.wait().success());
     }
 }

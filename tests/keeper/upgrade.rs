@@ -1,12 +1,14 @@
 //! Another program takes over, or is refused.
 
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Output};
 
 use nix::sys::signal::Signal;
 
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, assert_ok, stdout, wait_for};
+use crate::common::{InTime, LEASEFS, assert_ok, read_in_time, stdout, wait_for};
 use crate::place::Place;
 
 fn upgrade(place: &Place) -> Output {
@@ -76,6 +78,26 @@ fn a_program_that_cannot_take_over_is_refused() {
     drop(registry);
     assert_ok(&upgrade(&place));
     drop(agent);
+    place.unmount();
+}
+
+/// Whoever is stopped between connecting and saying what it wants is heard when it goes on, and holds up nobody meanwhile.
+#[test]
+fn an_order_that_comes_late_is_carried_out_and_nobody_waits_for_it() {
+    let mut place = Place::mount_copy();
+    let connect = || UnixStream::connect(place.state().join("keeper.sock")).expect("the keeper listens");
+    let (mut late, rubbish) = (connect(), connect());
+    (&rubbish).write_all(b"upgrade me").expect("the keeper reads");
+    place.kill_server();
+    assert!(place.claim("k").parent().is_some_and(std::path::Path::is_dir), "the next server");
+    assert_ok(&upgrade(&place));
+    assert_eq!(read_in_time(Some(rubbish)), "", "hung up on");
+    late.write_all(b"upgra").expect("the keeper reads");
+    assert_ok(&upgrade(&place));
+    late.write_all(b"de\n").expect("the keeper reads");
+    let answer = read_in_time(Some(late));
+    assert!(answer.starts_with("upgraded to "), "{answer}");
+    assert_eq!(place.number("starts"), Some(5));
     place.unmount();
 }
 

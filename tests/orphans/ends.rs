@@ -1,23 +1,31 @@
 //! Other ways a connection is lost, and other ways an orphaned lease ends.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::mount::{MntFlags, umount2};
 
 use crate::common::agent::{Agent, has_ended};
+use crate::common::luck::{in_luck, longer, shown};
 use crate::common::{assert_ok, wait_for};
 use crate::lost::Lost;
 
 /// The connection was cut under a living server: it ends, and the next mount finds what was held.
-fn assert_kept(mut tree: Lost, holder: &Agent, server: i32) {
-    wait_for("the server's end", || has_ended(server));
+fn assert_kept(mut tree: Lost, holder: &Agent, [keeper, server]: [i32; 2]) {
+    for pid in [server, keeper] {
+        wait_for("the server's end, and its keeper's", || has_ended(pid));
+    }
     let old = holder.handle_of("k");
     assert_eq!(holder.read(old), Err(Errno::ENOTCONN));
     tree.start(&[]);
     tree.wait_why("k", &format!("pid {} (", holder.pid()));
     tree.assert_refused("k");
     assert_eq!(holder.epoch(holder.create(&tree.claim("k")).expect("its own")), Ok(1));
+}
+
+fn processes(tree: &Lost) -> [i32; 2] {
+    [tree.keeper_pid().expect("a keeper"), tree.server_pid().expect("a server")]
 }
 
 /// An agent's first descriptor of a key.
@@ -39,27 +47,36 @@ result = next(fd for fd in fds if os.path.exists(f'/proc/self/fdinfo/{fd}') and 
 fn an_abort() {
     let tree = Lost::new();
     let (holder, _) = Agent::holding(&tree.claim("k"));
-    let server = tree.server_pid().expect("a server");
+    let processes = processes(&tree);
     fs::write(tree.abort_file(), "1").expect("aborted");
-    assert_kept(tree, &holder, server);
+    assert_kept(tree, &holder, processes);
 }
 
 #[test]
 fn a_forced_unmount() {
     let tree = Lost::new();
     let (holder, _) = Agent::holding(&tree.claim("k"));
-    let server = tree.server_pid().expect("a server");
+    let processes = processes(&tree);
     // It cuts the connection, and then cannot unmount what is in use.
     let _ = umount2(&tree.root(), MntFlags::MNT_FORCE);
-    assert_kept(tree, &holder, server);
+    assert_kept(tree, &holder, processes);
 }
 
 #[test]
 fn the_ttl_ends_it() {
-    let mut tree = Lost::with(&["--ttl", "1500ms"]);
-    let (holder, _) = Agent::holding(&tree.claim("k"));
-    tree.lose_and_mount();
-    assert_eq!(tree.state_of("k"), "orphaned");
+    let (tree, holder) = in_luck("the machine stood still for the TTL", |attempt| {
+        let ttl = longer(Duration::from_millis(1500), attempt);
+        let mut tree = Lost::with(&["--ttl", &shown(ttl)]);
+        let began = Instant::now();
+        let (holder, _) = Agent::holding(&tree.claim("k"));
+        tree.lose_and_mount();
+        let state = tree.state_of("k");
+        if began.elapsed() >= ttl {
+            return None;
+        }
+        assert_eq!(state, "orphaned");
+        Some((tree, holder))
+    });
     tree.wait_status("k", "expired", |status| status["state"] == "free" && status["outcome"] == "expired");
     assert!(tree.status("k")["orphaned_why"].is_null());
     let fd = holder.handle(&tree.claim("k"));
@@ -90,7 +107,7 @@ fn nothing_looks_through_proc_without_orphans() {
         let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
         names.into_iter().any(|name| name.trim_end() == "orphans")
     };
-    assert!(looks());
+    wait_for("the thread that looks has its name", looks);
     holder.create(&tree.claim("k")).expect("its own");
     wait_for("the end of the thread that looks", || !looks());
 }

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use parking_lot::RwLock;
 use tempfile::TempDir;
 
 use crate::common::agent::Agent;
@@ -14,6 +15,10 @@ use crate::common::{InTime, LEASEFS, Mount, PATIENCE, assert_ok};
 
 /// How soon after the new mount a key is free whose holder is proven dead.
 pub const SOON: Duration = Duration::from_secs(2);
+
+/// A file on its way through a socket may be that of any key, in whichever tree, so nothing is proven while there is one.
+/// Whoever sends one has this for writing; whoever waits for proof, and not for as long as it may take, for reading.
+pub static ON_ITS_WAY: RwLock<()> = RwLock::new(());
 
 /// The kernel's list of FUSE connections, mounted for a test. The server finds it wherever it is.
 pub struct List(TempDir);

@@ -41,7 +41,8 @@ told = os.open(told_path, os.O_WRONLY)
 say = lambda line: os.write(told, (line + "\n").encode())
 end = time.monotonic() + seconds
 claims = results = n = 0
-while time.monotonic() < end and n < 1000:
+# A slow machine takes longer for what there has to be at least.
+while n < 1000 and (time.monotonic() < end or claims < 20 or results < 5):
     n += 1
     own = random.random() < 0.3
     key = f"own-{seed}-{n}" if own else f"shared-{random.randrange(6)}"
@@ -106,7 +107,7 @@ fn recording(seconds: f64) -> (Vec<u8>, Vec<Event>) {
     let (mut claims, mut results) = (0, 0);
     for agent in &agents {
         let done =
-            agent.answer_within(Duration::from_secs_f64(seconds) + PATIENCE).expect("in time").expect("no error");
+            agent.answer_within(Duration::from_secs_f64(seconds) + 3 * PATIENCE).expect("in time").expect("no error");
         claims += done[0].as_u64().expect("a count");
         results += done[1].as_u64().expect("a count");
     }

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::podman::Podman;
-use crate::common::{Background, InTime, PATIENCE, assert_ok, copy_program, stdout, wait_for};
+use crate::common::{Background, InTime, PATIENCE, assert_ok, copy_program, stdout, wait_for, write_program};
 use crate::{Kitchen, block, path};
 
 /// A shell as cron and CI runners start it: with little in its environment.
@@ -155,8 +155,7 @@ fn set_up(podman: &Podman, bin: &Path) {
         program = found("podman"),
         options = podman.options().join(" "),
     );
-    fs::write(bin.join("podman"), wrapper).expect("a script");
-    crate::set_mode(&bin.join("podman"), 0o755);
+    write_program(bin.join("podman"), &wrapper);
     let programs = podman.rootfs().join("bin");
     fs::create_dir_all(&programs).expect("directories");
     copy_program(found("busybox"), programs.join("busybox"));

@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{InTime, LEASEFS, Mount, assert_ok, set_mode, stdout};
+use common::agent::Agent;
+use common::{InTime, LEASEFS, Mount, assert_ok, stdout, write_program};
 
 mod jobs;
 
@@ -56,9 +57,7 @@ impl Kitchen {
     }
 
     fn script(&self, name: &str, body: &str) {
-        let path = self.dir.join(name);
-        fs::write(&path, format!("#!/bin/sh\n{body}\n")).expect("stand-in written");
-        set_mode(&path, 0o755);
+        write_program(self.dir.join(name), &format!("#!/bin/sh\n{body}\n"));
     }
 
     fn runs(&self, name: &str) -> usize {
@@ -302,9 +301,8 @@ fn go_once_does_it_once() {
 fn shell_ttl_is_that_of_new_leases_in_the_namespace() {
     let kitchen = Kitchen::new();
     assert_ok(&kitchen.cook("shell-ttl"));
-    let held = fs::File::create_new(kitchen.mount.claim("beats/host")).expect("claimed");
+    let _held = Agent::holding(&kitchen.mount.claim("beats/host"));
     assert_eq!(kitchen.mount.status("beats/host")["ttl_ms"], 90_000);
-    drop(held);
 }
 
 #[test]

@@ -2,11 +2,11 @@
 //!
 //! One order is known: a connection that says `upgrade` is told in one line what came of it, and closed.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
@@ -18,13 +18,47 @@ const UPGRADE: &str = "upgrade\n";
 pub const DONE: &str = "upgraded to ";
 /// How an answer begins that says why nothing was.
 pub const REFUSED: &str = "refused: ";
-/// How long who has connected may take to say what it wants.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long who has connected may take to say what it wants: it may have been stopped in between. Nobody waits for it.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How many may be about to say what they want.
+const MAX_ASKING: usize = 16;
+/// How long an answer may take to write, which fits into the socket.
+const WRITING: Duration = Duration::from_secs(1);
 
 /// Where orders come in.
 pub struct Control {
     listener: UnixListener,
     path: PathBuf,
+    asking: Vec<Asking>,
+}
+
+/// Who has connected, and what it said so far.
+struct Asking {
+    stream: UnixStream,
+    said: Vec<u8>,
+    since: Instant,
+}
+
+impl Asking {
+    /// Reads what there is. Whether it is the order; none while that may still come.
+    fn hear(&mut self) -> Option<bool> {
+        let mut bytes = [0; 64];
+        loop {
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return Some(false),
+                Ok(length) => self.said.extend(&bytes[..length]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return None,
+                Err(_) => return Some(false),
+            }
+            if self.said == UPGRADE.as_bytes() {
+                return Some(true);
+            }
+            if !UPGRADE.as_bytes().starts_with(&self.said) {
+                return Some(false);
+            }
+        }
+    }
 }
 
 /// Who is to be told what came of an order.
@@ -46,24 +80,37 @@ impl Control {
         let dir = std::fs::File::open(state_dir).with_context(|| format!("{}", state_dir.display()))?;
         let listener = UnixListener::bind(address(&dir)).with_context(|| format!("{}", path.display()))?;
         listener.set_nonblocking(true)?;
-        Ok(Control { listener, path })
+        Ok(Control { listener, path, asking: Vec::new() })
     }
 
-    /// The next order.
-    pub fn accept(&self) -> Option<Requester> {
-        let (stream, _) = self.listener.accept().ok()?;
-        stream.set_nonblocking(false).ok()?;
-        stream.set_read_timeout(Some(PATIENCE)).ok()?;
-        stream.set_write_timeout(Some(PATIENCE)).ok()?;
-        let mut order = String::new();
-        BufReader::new((&stream).take(64)).read_line(&mut order).ok()?;
-        (order == UPGRADE).then_some(Requester(Some(stream)))
+    /// What there may be an order on.
+    pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        [self.listener.as_fd()].into_iter().chain(self.asking.iter().map(|asking| asking.stream.as_fd()))
     }
-}
 
-impl AsFd for Control {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
+    /// The next order, if one has come.
+    pub fn next_order(&mut self) -> Option<Requester> {
+        self.asking.retain(|asking| asking.since.elapsed() < PATIENCE);
+        while let Ok((stream, _)) = self.listener.accept() {
+            if self.asking.len() < MAX_ASKING && stream.set_nonblocking(true).is_ok() {
+                self.asking.push(Asking { stream, said: Vec::new(), since: Instant::now() });
+            }
+        }
+        let mut at = 0;
+        while let Some(asking) = self.asking.get_mut(at) {
+            match asking.hear() {
+                None => at += 1,
+                Some(is_order) => {
+                    let Asking { stream, .. } = self.asking.remove(at);
+                    if is_order {
+                        stream.set_nonblocking(false).ok()?;
+                        stream.set_write_timeout(Some(WRITING)).ok()?;
+                        return Some(Requester(Some(stream)));
+                    }
+                }
+            }
+        }
+        None
     }
 }
 
