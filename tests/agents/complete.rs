@@ -25,7 +25,8 @@ fn only_the_attempt_itself_has_a_result() {
 #[test]
 fn an_old_attempt_stamps_nothing_on_a_newer_one() {
     let tools = Tools::new();
-    tools.claim("job --agent planner --ttl 1s");
+    tools.claim("job --agent planner");
+    tools.mount.shorten("job");
     tools.mount.wait_status("job", "expired", |status| status["outcome"] == "expired");
     let expired = tools.elsewhere("echo old | leasefs complete job --epoch 1");
     assert_refused(&expired, 75, &["job: epoch 1 does not hold it: it is free", "nothing was recorded"]);

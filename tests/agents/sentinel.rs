@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::common::{Background, InTime, assert_ok, wait_for};
+use crate::common::{Background, InTime, assert_ok, shown_once, stdout, wait_for};
 use crate::tools::{Tools, assert_refused};
 
 /// A text that no other process has.
@@ -17,11 +17,14 @@ fn agent(text: &str) -> Background {
     Background(command.args(["-c", "read -r _ </dev/zero; sleep 1000", "--session", text]).spawn().expect("sh runs"))
 }
 
-fn claim(tools: &Tools, text: &str, options: &str) {
+/// Claims the key `job`, and gives the pid of its holder.
+fn claim(tools: &Tools, text: &str, options: &str) -> i32 {
     // The text is not in the shell's own command line.
-    let mut command =
-        tools.command(&["bash", "-c", &format!("leasefs claim job {options} --sentinel \"$TEXT\"; exit $?")]);
-    assert_ok(&command.env("TEXT", text).output_in_time());
+    let script = format!("leasefs claim job --json {options} --sentinel \"$TEXT\"; exit $?");
+    let output = tools.command(&["bash", "-c", &script]).env("TEXT", text).output_in_time();
+    assert_ok(&output);
+    let told: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    told["holder_pid"].as_i64().expect("a pid") as i32
 }
 
 #[test]
@@ -29,20 +32,12 @@ fn the_launcher_claims_before_its_agent_is_visible() {
     let tools = Tools::new();
     let text = text("later");
     let began = Instant::now();
-    claim(&tools, &text, "--grace 4s --ttl 3s");
-    let holder = tools.holder("job");
+    let holder = claim(&tools, &text, "--grace 13s --ttl 7s");
     // Longer than the TTL: the grace counts as a sign of life.
-    wait_for("most of the grace", || {
-        assert_eq!(tools.mount.state_of("job"), "held");
-        began.elapsed() > Duration::from_millis(3_500)
-    });
+    tools.mount.wait_outlived(&["job"], 1);
     let mut agent = agent(&text);
-    let seen = Instant::now();
-    wait_for("twice the TTL", || {
-        let status = tools.mount.status("job");
-        assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");
-        seen.elapsed() > Duration::from_secs(6)
-    });
+    wait_for("the end of the grace", || began.elapsed() > Duration::from_secs(13));
+    tools.mount.wait_outlived(&["job"], 1);
     agent.signal("STOP");
     assert_eq!(tools.mount.state_of("job"), "held");
     agent.signal("KILL");
@@ -57,8 +52,7 @@ fn the_launcher_claims_before_its_agent_is_visible() {
 fn one_that_never_comes_up_ends_it_after_the_grace() {
     let tools = Tools::new();
     let began = Instant::now();
-    claim(&tools, &text("never"), "--grace 1500ms");
-    let holder = tools.holder("job");
+    let holder = claim(&tools, &text("never"), "--grace 1500ms");
     tools.wait_free("job", holder);
     assert!(began.elapsed() > Duration::from_millis(1_500), "after {:?}", began.elapsed());
 }
@@ -67,8 +61,7 @@ fn one_that_never_comes_up_ends_it_after_the_grace() {
 fn two_that_are_held_for_the_same_text_do_not_keep_each_other() {
     let tools = Tools::new();
     let text = text("shared");
-    claim(&tools, &text, "--grace 0s");
-    let holder = tools.holder("job");
+    let holder = claim(&tools, &text, "--grace 0s");
     let second = tools.command(&["leasefs", "claim", "other", "--grace", "0s", "--sentinel", &text]).output_in_time();
     assert_ok(&second);
     tools.wait_free("job", holder);
@@ -99,15 +92,25 @@ fn a_ttl_that_is_shortened_has_it_looked_for_more_often() {
     let tools = Tools::new();
     let text = text("shortened");
     let mut agent = agent(&text);
-    claim(&tools, &text, "--grace 0s --agent a");
-    let holder = tools.holder("job");
-    // Shorter than the pause between two looks was.
-    claim(&tools, &text, "--agent a --ttl 1s");
-    let began = Instant::now();
-    wait_for("more than two of the former looks", || {
-        let status = tools.mount.status("job");
-        assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");
-        began.elapsed() > Duration::from_secs(11)
+    let mut epoch = 0;
+    let mut holder = 0;
+    shown_once("a lease with a TTL shorter than the pause between two looks was", || {
+        epoch += 1;
+        holder = claim(&tools, &text, "--grace 0s --agent a");
+        assert_eq!(tools.mount.status("job")["epoch"], epoch);
+        claim(&tools, &text, "--agent a --ttl 3s");
+        let began = Instant::now();
+        loop {
+            let status = tools.mount.status("job");
+            if (status["state"].as_str(), status["epoch"].as_u64()) != (Some("held"), Some(epoch)) {
+                return Err(format!("after {:?}: {status}", began.elapsed()));
+            }
+            // More than two of the former looks.
+            if began.elapsed() > Duration::from_secs(11) {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
     });
     agent.signal("KILL");
     agent.wait();
@@ -129,13 +132,8 @@ ctypes.CDLL(None).syscall(60, 0)";
     let line = || std::fs::read(&line).expect("a command line");
     wait_for("it runs", || String::from_utf8_lossy(&line()).contains(&text));
     wait_for("its first thread has ended", || line().is_empty());
-    claim(&tools, &text, "--grace 0s --ttl 1s");
-    let holder = tools.holder("job");
-    let began = Instant::now();
-    wait_for("three times the TTL", || {
-        assert_eq!(tools.mount.state_of("job"), "held");
-        began.elapsed() > Duration::from_secs(4)
-    });
+    let holder = claim(&tools, &text, "--grace 0s --ttl 9s");
+    tools.mount.wait_outlived(&["job"], 1);
     agent.signal("KILL");
     agent.wait();
     tools.wait_free("job", holder);

@@ -88,6 +88,11 @@ impl Tools {
         stdout(&output).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
     }
 
+    /// Waits until the process that holds a key is the only one: one that was refused ends after it has said so.
+    pub fn wait_one_holder(&self, key: &str) {
+        wait_for("end of every other holder process", || self.mount.holders() == [self.holder(key)]);
+    }
+
     /// Waits until there is none.
     pub fn wait_no_holders(&self) {
         wait_for("end of every holder process", || self.mount.holders().is_empty());

@@ -35,7 +35,7 @@ fn it_waits_no_longer_than_it_is_told_to() {
     }
     let status = tools.mount.status("job");
     assert_eq!((status["epoch"].as_u64(), status["waiters"].as_u64()), (Some(1), Some(0)));
-    assert_eq!(tools.mount.holders(), [tools.holder("job")]);
+    tools.wait_one_holder("job");
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn one_who_is_killed_while_waiting_leaves_nobody_in_line() {
         waiting.signal(signal);
         assert!(!waiting.wait().success());
         tools.mount.wait_status("job", "nobody waits", |status| status["waiters"] == 0);
-        crate::common::wait_for("its holder's end", || tools.mount.holders() == [tools.holder("job")]);
+        tools.wait_one_holder("job");
     }
     assert_ok(&tools.elsewhere("leasefs release job --epoch 1"));
     assert_eq!(epoch(&tools.step("leasefs claim job --agent third")), 2, "no epoch was used in between");

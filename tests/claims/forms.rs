@@ -84,7 +84,7 @@ fn claim(mount: &Mount, key: &str, form: Form) -> Result<Holder, String> {
         Form::BashLock => script("exec 9>KEY; flock -n 9 || exit; echo held; read -r _; exit 0", "bash"),
         Form::Subshell => script("( flock -n -E 33 9 || exit; echo held; read -r _; exit 0 ) 9>KEY", "bash"),
         Form::FlockCommand => script("exec flock -n -E 33 KEY bash -c 'echo held; read -r _; exit 0'", "bash"),
-        Form::FlockTimeout => script("exec flock -w 0.05 -E 33 KEY bash -c 'echo held; read -r _; exit 0'", "bash"),
+        Form::FlockTimeout => script("exec flock -w 0.2 -E 33 KEY bash -c 'echo held; read -r _; exit 0'", "bash"),
         Form::PerlCreate => script(
             "exec perl -e 'use Fcntl; $| = 1; sysopen(F, \"KEY\", O_RDWR|O_CREAT|O_EXCL) or exit $!+0; print \"held\\n\"; <STDIN>'",
             "bash",

@@ -7,7 +7,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::Agent;
-use crate::common::{Mount, assert_ok, set_mode, stdout};
+use crate::common::{Mount, assert_ok, set_mode, shown_once, stdout};
 
 /// The kernel numbers POSIX lock owners by an address it uses again once the process is gone.
 #[test]
@@ -100,8 +100,7 @@ fn a_process_that_maps_a_key_while_it_opens_another_stops_nobody() {
 fn a_listing_neighbour_does_not_delay_claims() {
     let mount = Mount::new();
     set_mode(&mount.claim(""), 0o755);
-    let output = mount.python(
-        "import os, threading, time\n\
+    let script = "import os, threading, time\n\
          M = os.environ['M']\n\
          stop = threading.Event()\n\
          def list():\n\
@@ -114,9 +113,12 @@ fn a_listing_neighbour_does_not_delay_claims() {
          \x20   fd = os.open(M + '/claims/c', os.O_RDWR | os.O_CREAT | os.O_EXCL)\n\
          \x20   late += time.monotonic() - began > 0.015\n\
          \x20   os.close(fd)\n\
-         stop.set(); t.join(); print(late)\n",
-    );
-    assert_ok(&output);
-    let late: u32 = stdout(&output).trim().parse().expect("a number");
-    assert!(late < 40, "{late} of 400 claims waited for the lazy timer");
+         stop.set(); t.join(); print(late)\n";
+    // A processor that others use is late now and then, too; the timer always is.
+    shown_once("claims that wait for no timer", || {
+        let output = mount.python(script);
+        assert_ok(&output);
+        let late: u32 = stdout(&output).trim().parse().expect("a number");
+        if late < 40 { Ok(()) } else { Err(format!("{late} of 400 claims waited for the lazy timer")) }
+    });
 }

@@ -415,6 +415,11 @@ pub fn sleeps_in(pid: i32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/wchan")).unwrap_or_default()
 }
 
+/// Does the process run the program of this name? A shell tells the number of a child before that has executed anything.
+pub fn runs(pid: i32, program: &str) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_end() == program)
+}
+
 /// Has the process ended? A zombie has closed its files already, once the last of its threads is gone.
 pub fn has_ended(pid: i32) -> bool {
     // Not `stat`: reading that waits for a process in execve(2), which may wait for the tree.

@@ -9,6 +9,7 @@ pub mod environment;
 pub mod intime;
 pub mod luck;
 pub mod podman;
+pub mod witness;
 
 use std::ffi::OsStr;
 use std::fs;
@@ -22,7 +23,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 #[allow(unused_imports, reason = "not every test program uses all of it")]
-pub use intime::{CutOff, InTime, end, in_time, read_in_time};
+pub use intime::{CutOff, InTime, end, in_time, read_in_time, shown_once};
 
 /// The binary under test.
 pub const LEASEFS: &str = env!("CARGO_BIN_EXE_leasefs");
@@ -139,6 +140,34 @@ impl Mount {
         wait_for(&format!("{key}: {what}"), || {
             self.root().join("status").join(key).exists() && condition(&self.status(key))
         });
+    }
+
+    /// Waits until these keys' leases are older than the time they had left at first, which they only are if somebody renews
+    /// them; all the while each is held, at this epoch. A third of their TTL has to be more than any pause of the machine.
+    pub fn wait_outlived(&self, keys: &[&str], epoch: u64) {
+        let end = |key: &&str| -> jiff::Timestamp {
+            let status = self.status(key);
+            status["expires"].as_str().unwrap_or_else(|| panic!("not held: {status}")).parse().expect("RFC 3339")
+        };
+        let ends = keys.iter().map(end).max().expect("a key");
+        wait_for(&format!("{keys:?} outlive their TTL"), || {
+            for key in keys {
+                let status = self.status(key);
+                assert_eq!(
+                    (status["state"].as_str(), status["epoch"].as_u64()),
+                    (Some("held"), Some(epoch)),
+                    "{status}"
+                );
+            }
+            jiff::Timestamp::now() > ends
+        });
+    }
+
+    /// Has a lease run out soon, however long it was to last: by a TTL set from outside, so that nothing before this has to be
+    /// quick.
+    pub fn shorten(&self, key: &str) {
+        let set = "import os, sys; os.setxattr(sys.argv[1], 'user.lease.ttl', b'100ms')";
+        assert_ok(&self.command("python3").args(["-I", "-S", "-c", set]).arg(self.claim(key)).output_in_time());
     }
 
     /// Waits until the registry's file has all that was decided so far, for whoever reads that: the server keeps it in a

@@ -10,7 +10,7 @@ use std::process::Stdio;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, wait_for};
+use crate::common::{Background, InTime, LEASEFS, Mount, assert_ok, shown_once, wait_for};
 use crate::rig::{Podman, with_libraries};
 
 /// What the container does. It stops at each file below `/sync` that the test makes, and says where it is by making others.
@@ -97,13 +97,16 @@ fn a_container_keeps_its_lease_while_the_server_is_killed_and_upgraded() {
     assert_eq!(told("held"), "1");
     let holder = mount.status("job")["holder"].clone();
     // From outside, its processes and the container they are in are to be seen.
-    let who = mount.leasefs(&["who", "job", "--json"]);
-    assert_ok(&who);
-    let who: serde_json::Value = serde_json::from_slice(&who.stdout).expect("JSON");
-    let keepers = who["processes"].as_array().expect("a list");
     let is_inside =
         |keeper: &serde_json::Value| keeper["container"].as_str().is_some_and(|name| name.starts_with("podman:"));
-    assert!(!keepers.is_empty() && keepers.iter().all(is_inside), "{who}");
+    // Each lock is one by a process that is gone in an instant, perhaps before it is known where it was.
+    shown_once("all that have the key are in the container", || {
+        let who = mount.leasefs(&["who", "job", "--json"]);
+        assert_ok(&who);
+        let who: serde_json::Value = serde_json::from_slice(&who.stdout).expect("JSON");
+        let keepers = who["processes"].as_array().expect("a list");
+        if !keepers.is_empty() && keepers.iter().all(is_inside) { Ok(()) } else { Err(who.to_string()) }
+    });
 
     let check = |container: &mut Background| {
         is_alive(container);

@@ -12,6 +12,7 @@ use std::time::Duration;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::common::PATIENCE;
 use crate::settings::number;
 use crate::sys::{self, now};
 
@@ -77,10 +78,12 @@ pub fn kill_once(root: &Path) -> Result<Recovery, String> {
 }
 
 fn recovered(root: &Path, old: i32, killed: u64, kills: u32) -> Result<Recovery, String> {
+    let until = now() + PATIENCE.as_nanos() as u64;
     loop {
         // The old server may have answered just before it died.
         match server_pid(root) {
             Some(pid) if pid != old => return Ok(Recovery { killed, answered: now(), kills }),
+            Some(_) if now() > until => return Err(format!("{old} still answers {PATIENCE:?} after it was killed")),
             Some(_) => {}
             None => return Err("`.leasefs/config` cannot be read after a kill".into()),
         }
@@ -144,11 +147,11 @@ pub fn kill_twice(root: &Path, early_us: u64) -> Result<Recovery, String> {
     let keeper = parent_of(first).ok_or("the server has no parent")?;
     let killed = now();
     sys::kill(first, libc::SIGKILL).map_err(|errno| format!("kill {first}: {}", sys::errno_name(errno)))?;
-    let until = now() + 2_000_000_000;
+    let until = now() + PATIENCE.as_nanos() as u64;
     let second = loop {
         match children_of(keeper).into_iter().find(|&pid| pid != first) {
             Some(pid) => break pid,
-            None if now() > until => return Err(format!("no new server 2 s after {first} was killed")),
+            None if now() > until => return Err(format!("no new server {PATIENCE:?} after {first} was killed")),
             None => std::thread::sleep(Duration::from_micros(200)),
         }
     };

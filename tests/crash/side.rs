@@ -12,7 +12,9 @@ use crate::record::{Op, Side};
 use crate::sys::{self, Answer};
 use crate::worker::{Worker, first_number};
 
-const SECOND_MS: i32 = 1_000;
+/// Longest wait for a change, in milliseconds. A call of more than a second is judged by its time, where the machine did not
+/// stand still.
+const CHANGE_MS: i32 = 60_000;
 
 /// One of them, at random.
 pub fn once(worker: &mut Worker) {
@@ -246,14 +248,14 @@ fn change(worker: &mut Worker) {
     if !did {
         worker.wrong(format!("{key}, which nobody else wants, could not be claimed by a child"));
     } else if events & libc::POLLPRI == 0 {
-        worker.wrong(format!("{key} was claimed, and its watcher was not woken in 10 s: {events:#x}"));
+        worker.wrong(format!("{key} was claimed, and its watcher was not woken in a minute: {events:#x}"));
     }
 }
 
-/// Polls for 10 s. Where calls may be interrupted, the kernel makes an error of an interrupted `poll`: it is made again.
+/// Polls for a minute. Where calls may be interrupted, the kernel makes an error of an interrupted `poll`: it is made again.
 fn watch(worker: &Worker, key: &str, what: Side, fd: &OwnedFd, events: i16) -> i16 {
     loop {
-        let seen = side(worker, key, what, || calls::poll(fd, events, 10 * SECOND_MS)).unwrap_or(0) as i16;
+        let seen = side(worker, key, what, || calls::poll(fd, events, CHANGE_MS)).unwrap_or(0) as i16;
         if !(worker.job.interrupted && seen == libc::POLLERR) {
             return seen;
         }
@@ -320,7 +322,7 @@ fn hang_up(worker: &mut Worker) {
         return worker.wrong(format!("{key} could not be evicted"));
     }
     if events & libc::POLLHUP == 0 {
-        return worker.wrong(format!("{key} was lost, and its holder was not told in 10 s: {events:#x}"));
+        return worker.wrong(format!("{key} was lost, and its holder was not told in a minute: {events:#x}"));
     }
     for answer in [sys::read(&fd).map(|_| 0), sys::write(&fd, b"late"), sys::flock(&fd, libc::LOCK_EX | libc::LOCK_NB)]
     {

@@ -13,7 +13,7 @@ use crate::place::{Place, assert_not_mounted, assert_refused};
 
 fn backup(state: &Path, dest: &Path) -> Output {
     let mut command = Command::new("timeout");
-    command.args(["60", LEASEFS, "backup"]).arg(dest).arg("--state").arg(state);
+    command.args(["200", LEASEFS, "backup"]).arg(dest).arg("--state").arg(state);
     command.output_in_time()
 }
 

@@ -12,15 +12,12 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::common::agent::Agent;
-use crate::common::{InTime, LEASEFS, assert_ok, wait_for};
+use crate::common::{InTime, LEASEFS, PATIENCE, assert_ok, wait_for};
 use crate::device::Device;
 use crate::place::Place;
 
 const WORKERS: usize = 5;
 const CYCLES: usize = 4;
-/// From the return of space to the first grant.
-const RECOVERY: Duration = Duration::from_secs(5);
-
 /// Everything that a worker does until it is told to stop. The only fault it may see is that the disk is full.
 const WORK: &str = r#"
 import random, errno
@@ -134,7 +131,7 @@ fn fill_and_empty(place: &Place, disk: &Path) {
                 Ok(fd) => break fd,
                 Err(errno) => assert_eq!(errno, Errno::ENOSPC),
             }
-            assert!(began.elapsed() < RECOVERY, "cycle {cycle}: still refused after {RECOVERY:?}");
+            assert!(began.elapsed() < PATIENCE, "cycle {cycle}: still refused after {PATIENCE:?}");
         };
         slowest_recovery = slowest_recovery.max(began.elapsed());
         probed += 1;
@@ -175,7 +172,7 @@ fn fill_and_empty(place: &Place, disk: &Path) {
         claims > 100 * CYCLES && results > 10 && refused > 10 * CYCLES as u64,
         "there was load, and it met a full disk"
     );
-    assert!(slowest < 10.0, "a call took {slowest} s");
+    assert!(slowest < PATIENCE.as_secs_f64(), "a call took {slowest} s");
     for fd in &held {
         assert_eq!(holder.epoch(*fd), Ok(1), "held to the end");
     }
@@ -197,7 +194,7 @@ fn an_ext4_that_fills_and_empties_under_load_with_full_durability() {
     let device = Device::new(32 << 20);
     let place = Place::new();
     let mut command = Command::new("timeout");
-    command.args(["60", LEASEFS, "mount"]).arg(place.mnt()).arg("--state").arg(device.path().join("state"));
+    command.args(["200", LEASEFS, "mount"]).arg(place.mnt()).arg("--state").arg(device.path().join("state"));
     assert_ok(&command.output_in_time());
     fill_and_empty(&place, &device.path());
 }

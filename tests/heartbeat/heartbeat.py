@@ -120,6 +120,7 @@ def rounds(tree, key, starters, count):
             say(1, wrong=number, said=said, codes=codes)
             return 1
         total += kept[0]["beats"]
+        say(1, right=number)
     say(1, rounds=count, beats=total)
     return 0
 

@@ -41,6 +41,10 @@ fn five_starters_two_hundred_rounds_one_owner_each_time_and_whole_records() {
     let stop = signal_file(&mount, "stop");
     let readers = [program(&mount, &["read", &stop]), program(&mount, &["read", &stop])];
     let mut rounds = program(&mount, &["rounds", "5", "200"]);
+    // Each round is told, so that it is none for whose end there is too little time.
+    for round in 1..=200 {
+        assert_eq!(said(&rounds), json!({ "pid": rounds.pid(), "right": round }));
+    }
     let outcome = said(&rounds);
     assert_eq!(outcome["rounds"], 200, "{outcome}");
     assert!(outcome["beats"].as_u64() >= Some(200), "{outcome}");
@@ -79,7 +83,7 @@ fn programs_started_at_the_same_instant_agree_on_the_owner() {
 
 #[test]
 fn a_frozen_owner_that_is_thawed_after_the_takeover_stops_at_its_next_beat() {
-    let mount = Mount::with(&["--ttl", "1s"]);
+    let mount = Mount::with(&["--ttl", "90s"]);
     let (gate, stop) = (signal_file(&mount, "gate"), signal_file(&mount, "stop"));
     fs::write(&gate, "").expect("gate");
     let mut owner = program(&mount, &["start", "0.1", &gate, &stop]);
@@ -87,7 +91,8 @@ fn a_frozen_owner_that_is_thawed_after_the_takeover_stops_at_its_next_beat() {
     for epoch in 2..=4 {
         let beaten = mount.status("host")["renewed"].clone();
         mount.wait_status("host", "it beats", |status| status["renewed"] != beaten);
-        owner.signal(Signal::SIGSTOP);
+        common::stop(owner.pid());
+        mount.shorten("host");
         mount.wait_status("host", "its TTL ran out", |status| {
             status["outcome"] == "expired" && status["state"] == "free"
         });

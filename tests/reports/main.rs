@@ -11,8 +11,9 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use common::agent::{Agent, Fd, Script, Stray, count, has_ended};
-use common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
+use common::agent::{Agent, Fd, Script, Stray, count, has_ended, runs};
+use common::witness::{in_peace, ttl};
+use common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, stop, wait_for};
 
 /// filelock 634: a child that inherited the lock object released the parent's lock when it was garbage-collected.
 #[test]
@@ -45,10 +46,11 @@ fn a_forked_childs_close_does_not_release_the_parents_lease() {
 /// redlock-rb 36: a lock whose time had run out could be extended, although another client might hold it.
 #[test]
 fn an_expired_lease_cannot_be_extended() {
-    let mount = Mount::with(&["--ttl", "200ms"]);
+    let mount = Mount::new();
     let path = mount.claim("k");
     let agent = Agent::new();
     let fd = agent.create(&path).expect("free key");
+    agent.set_xattr(&path, "user.lease.ttl", "200ms").expect("holder's user");
     mount.wait_status("k", "expired", |status| status["outcome"] == "expired");
     // Nobody else has claimed: even so there is nothing left to extend.
     assert_eq!(agent.write(fd, "beat"), Err(Errno::ESTALE));
@@ -116,17 +118,18 @@ fn a_signalled_waiter_leaves_no_phantom() {
 /// juicefs 7462: a client that was frozen past its session's end wrote after others had taken its locks over.
 #[test]
 fn a_frozen_clients_write_after_the_takeover_fails() {
-    let mount = Mount::with(&["--ttl", "1s"]);
+    let mount = Mount::new();
     let path = mount.claim("k");
     let (frozen, next) = (Agent::new(), Agent::new());
     let fd = frozen.create(&path).expect("free key");
     let draft = frozen.handle(&mount.result("k", 1));
     frozen.write(draft, "the first half, ").expect("registered attempt");
-    frozen.signal(Signal::SIGSTOP);
+    // Only this lease runs out, however slow the machine is.
+    frozen.set_xattr(&path, "user.lease.ttl", "1s").expect("holder's user");
+    stop(frozen.pid());
     let handle = next.handle(&path);
     next.begin_flock(handle, LOCK_EX);
     next.answer().expect("granted at the deadline");
-    next.set_xattr(&path, "user.lease.ttl", "1h").expect("holder's user");
     next.write(handle, "mine now").expect("holder");
     frozen.signal(Signal::SIGCONT);
     assert_eq!(frozen.write(fd, "still mine"), Err(Errno::ESTALE));
@@ -283,10 +286,14 @@ fn a_terminated_wrapper_leaves_neither_its_daemon_nor_the_lock_behind() {
 /// consul 9788: `consul lock` ended the child a minute and a half after its session had, while the next had begun.
 #[test]
 fn the_child_of_a_lost_lock_is_dead_before_the_next_begins() {
+    in_peace(Duration::from_secs(1), the_child_is_dead_before);
+}
+
+fn the_child_is_dead_before(time: Duration) {
     let mount = Mount::new();
     let deaf =
         r#"trap '' TERM; setsid sh -c 'echo $$ >>"$SEEN"; exec sleep 1000' & echo $$ >>"$SEEN"; exec sleep 1000"#;
-    let (mut run, processes) = start_run(&mount, &["--ttl", "1s"], deaf, 2);
+    let (mut run, processes) = start_run(&mount, &["--ttl", &ttl(time)], deaf, 2);
     let next = Agent::new();
     let look = "
 fd = os.open(path, os.O_RDWR)
@@ -427,6 +434,7 @@ fn a_daemon_that_inherited_the_handle_is_shown_and_can_be_evicted() {
     let daemon = Stray(script.line().expect("a pid").parse().expect("a pid"));
     script.say("");
     script.wait();
+    wait_for("the daemon's program runs", || runs(daemon.0, "sleep"));
     let status = mount.status("k");
     assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "the daemon has it");
     let who = mount.leasefs(&["who", "k"]);

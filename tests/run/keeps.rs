@@ -3,15 +3,16 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use crate::common::witness::{in_peace, ttl};
 use crate::common::{InTime, Mount, assert_ok, stdout, wait_for};
 use crate::{Next, Run, set_ttl};
 
 /// A command that ends when its file `go` is there, with code 4.
 const PATIENT: &str = r#"echo $$ >>"$SEEN"; while [ ! -e "$SEEN.go" ]; do sleep 0.01; done; exit 4"#;
 
-/// For three TTLs of a second the key is held by the first attempt, and the next waits.
-fn assert_kept(mount: &Mount, next: &Next) {
-    let until = Instant::now() + Duration::from_secs(3);
+/// For three TTLs the key is held by the first attempt, and the next waits.
+fn assert_kept(mount: &Mount, next: &Next, time: Duration) {
+    let until = Instant::now() + 3 * time;
     wait_for("three TTLs pass", || {
         let status = mount.status("job");
         assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");
@@ -27,31 +28,36 @@ fn let_go(run: &Run) {
 
 #[test]
 fn the_command_of_a_killed_runner_keeps_the_key_until_it_ends() {
-    let mount = Mount::new();
-    let mut run = Run::script(&mount, &["--child-keeps", "--ttl", "1s"], PATIENT, 1);
-    let next = Next::in_line(&mount, "job", &run.pids());
-    run.runner.signal("KILL");
-    assert_eq!(run.code(), None);
-    assert_kept(&mount, &next);
-    assert_eq!(run.living(), run.pids());
-    let_go(&run);
-    assert_eq!(next.found_alive(), [0; 0]);
-    assert_eq!(mount.status("job")["epoch"], 2);
-    assert_eq!(run.said(), "leasefs: job: `leasefs run` was killed: its command goes on and keeps the key\n");
-    mount.verify();
+    in_peace(Duration::from_secs(1), |time| {
+        let mount = Mount::new();
+        let mut run = Run::script(&mount, &["--child-keeps", "--ttl", &ttl(time)], PATIENT, 1);
+        let next = Next::in_line(&mount, "job", &run.pids());
+        run.runner.signal("KILL");
+        assert_eq!(run.code(), None);
+        assert_kept(&mount, &next, time);
+        assert_eq!(run.living(), run.pids());
+        let_go(&run);
+        assert_eq!(next.found_alive(), [0; 0]);
+        assert_eq!(mount.status("job")["epoch"], 2);
+        assert_eq!(run.said(), "leasefs: job: `leasefs run` was killed: its command goes on and keeps the key\n");
+        mount.verify();
+    });
 }
 
 #[test]
 fn the_command_of_a_killed_guard_goes_on_as_before() {
-    let mount = Mount::new();
-    let mut run = Run::script(&mount, &["--child-keeps", "--ttl", "1s"], PATIENT, 1);
-    let next = Next::in_line(&mount, "job", &run.pids());
-    run.kill_guard();
-    assert_kept(&mount, &next);
-    let_go(&run);
-    assert_eq!(run.code(), Some(4), "the runner still tells how it ended");
-    assert_eq!(next.found_alive(), [0; 0]);
-    assert_eq!(run.said(), "leasefs: the process that guards the command was killed: the command goes on without\n");
+    in_peace(Duration::from_secs(1), |time| {
+        let mount = Mount::new();
+        let mut run = Run::script(&mount, &["--child-keeps", "--ttl", &ttl(time)], PATIENT, 1);
+        let next = Next::in_line(&mount, "job", &run.pids());
+        run.kill_guard();
+        assert_kept(&mount, &next, time);
+        let_go(&run);
+        assert_eq!(run.code(), Some(4), "the runner still tells how it ended");
+        assert_eq!(next.found_alive(), [0; 0]);
+        let said = run.said();
+        assert_eq!(said, "leasefs: the process that guards the command was killed: the command goes on without\n");
+    });
 }
 
 #[test]
@@ -140,6 +146,10 @@ fn inheriting_alone_does_not_let_the_command_outlive_its_runner() {
 
 #[test]
 fn a_ttl_that_is_shortened_meanwhile_is_kept_as_well() {
+    in_peace(Duration::from_secs(1), shortened_meanwhile);
+}
+
+fn shortened_meanwhile(time: Duration) {
     let mount = Mount::new();
     for (round, killed) in ["", "runner", "guard"].into_iter().enumerate() {
         let options: &[&str] = if killed.is_empty() { &["--ttl", "1d"] } else { &["--ttl", "1d", "--child-keeps"] };
@@ -152,8 +162,8 @@ fn a_ttl_that_is_shortened_meanwhile_is_kept_as_well() {
             "guard" => run.kill_guard(),
             _ => {}
         }
-        set_ttl(&mount, "job", "1s");
-        let until = Instant::now() + Duration::from_secs(3);
+        set_ttl(&mount, "job", &ttl(time));
+        let until = Instant::now() + 3 * time;
         wait_for("three TTLs pass", || {
             let status = mount.status("job");
             let (state, epoch) = (status["state"].as_str(), status["epoch"].as_u64());

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::common::agent::{Script, has_ended};
-use crate::common::{LEASEFS, Mount, PATIENCE, wait_for};
+use crate::common::witness::{in_peace, ttl};
+use crate::common::{LEASEFS, Mount, PATIENCE, Stopped, wait_for};
 use crate::{is_stopped, lines};
 
 /// An interactive shell in a terminal of its own. The test types what it says.
@@ -120,15 +121,39 @@ fn ctrl_z_stops_all_but_the_guard_and_fg_goes_on() {
 }
 
 #[test]
-fn a_job_stopped_past_its_ttl_is_dead_before_the_next_begins() {
-    let mount = Mount::with(&["--ttl", "2s"]);
+fn a_job_that_is_stopped_again_at_once_stays_stopped() {
+    let mount = Mount::new();
     let mut terminal = Terminal::open(&mount);
-    let (runner, _, command) = start(&mut terminal);
-    let next = crate::Next::in_line(&mount, "job", &[command]);
+    let (runner, guard, command) = start(&mut terminal);
+    let both_are = |stopped| is_stopped(runner) == stopped && is_stopped(command) == stopped;
     terminal.type_in("\x1a");
-    wait_for("the runner is stopped", || is_stopped(runner));
-    assert_eq!(next.found_alive(), [0; 0]);
-    assert_eq!(mount.status("job")["outcome"], "expired");
+    wait_for("runner and command are stopped", || both_are(true));
+    // Whatever the guard is told comes late.
+    let late = Stopped::these(&[guard]);
+    terminal.type_in("fg\n");
+    wait_for("both go on", || both_are(false));
+    terminal.type_in("\x1a");
+    wait_for("both are stopped again", || both_are(true));
+    drop(late);
+    let until = Instant::now() + Duration::from_millis(300);
+    wait_for("the guard has heard everything", || {
+        assert!(both_are(true), "one goes on");
+        Instant::now() > until
+    });
+}
+
+#[test]
+fn a_job_stopped_past_its_ttl_is_dead_before_the_next_begins() {
+    in_peace(Duration::from_secs(2), |time| {
+        let mount = Mount::with(&["--ttl", &ttl(time)]);
+        let mut terminal = Terminal::open(&mount);
+        let (runner, _, command) = start(&mut terminal);
+        let next = crate::Next::in_line(&mount, "job", &[command]);
+        terminal.type_in("\x1a");
+        wait_for("the runner is stopped", || is_stopped(runner));
+        assert_eq!(next.found_alive(), [0; 0]);
+        assert_eq!(mount.status("job")["outcome"], "expired");
+    });
 }
 
 #[test]
@@ -149,10 +174,16 @@ fn the_command_reads_from_the_terminal() {
 
 #[test]
 fn a_wait_is_shown_in_one_line_that_goes_away() {
+    in_peace(Duration::from_millis(3_500), shown_in_one_line);
+}
+
+fn shown_in_one_line(time: Duration) {
     let mount = Mount::new();
     let holder = crate::Run::script(&mount, &[], r#"echo $$ >>"$SEEN"; exec sleep 1000"#, 1);
     let mut terminal = Terminal::open(&mount);
-    terminal.type_in(&format!("{LEASEFS} run -w 3.5 job -- true; echo code=$? >{}/code\n", terminal.dir.display()));
+    let (secs, dir) = (time.as_secs_f64(), terminal.dir.display());
+    let typed = format!("{LEASEFS} run -w {secs} job -- true; echo code=$? >{dir}/code\n");
+    terminal.type_in(&typed);
     assert_eq!(terminal.wait_file("code"), "code=1");
     wait_for("all is shown", || terminal.shown().contains("nothing was run"));
     let shown = terminal.shown();

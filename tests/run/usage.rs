@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::Run;
 use crate::common::agent::Agent;
+use crate::common::witness::{self, in_peace};
 use crate::common::{Background, InTime, LEASEFS, Mount, Stopped, assert_ok, stdout, wait_for};
 
 #[test]
@@ -37,7 +38,8 @@ fn a_command_that_cannot_be_executed_after_all_is_told_as_such() {
     let mount = Mount::new();
     // It passes every look: only the kernel knows that there is no such interpreter.
     let script = mount.scratch().join("script");
-    std::fs::write(&script, "#!/no/such/interpreter\n").expect("script");
+    // Not written by this process: a neighbour's child would have it open for writing until it executes its own program.
+    assert_ok(&mount.command("sh").args(["-c", "echo '#!/no/such/interpreter' >\"$0\""]).arg(&script).output_in_time());
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("chmod");
     let output = mount.leasefs(&["run", "job", "--", script.to_str().expect("path")]);
     assert_eq!(output.status.code(), Some(127));
@@ -98,7 +100,8 @@ fn input_and_output_are_the_commands() {
 fn a_wait_is_mentioned_once_a_second_has_passed() {
     let mount = Mount::new();
     let run = Run::script(&mount, &[], r#"echo $$ >>"$SEEN"; exec sleep 1000"#, 1);
-    let output = mount.leasefs(&["run", "-w", "3.5", "job", "--", "true"]);
+    // The next time is after ten seconds.
+    let output = mount.leasefs(&["run", "-w", "7", "job", "--", "true"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let holder = format!("leasefs: job: held by pid {} (leasefs), uid 0, for ", run.runner.pid());
     assert_eq!(said.lines().count(), 2, "{said}");
@@ -131,12 +134,17 @@ fn the_status_names_the_agent_that_the_command_works_for() {
 
 #[test]
 fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
+    in_peace(Duration::from_secs(1), stay_alive);
+}
+
+fn stay_alive(time: Duration) {
     let (mount, other) = (Mount::new(), Mount::new());
     let holder = Agent::new();
     holder.create(&other.claim("other")).expect("free key");
     holder.handle(&other.result("other", 1));
     holder.create(&mount.claim("b")).expect("free key");
-    let (args, ttl) = (["run", "--ttl", "1s", "a", "b", "--", "true"], Duration::from_secs(1));
+    let ttl = witness::ttl(time);
+    let args = ["run", "--ttl", &ttl, "a", "b", "--", "true"];
     // Declared before, so that on any way out they are waited for when the server goes on.
     let mut looks: Vec<Background> = Vec::new();
     let mut run: Background;
@@ -156,7 +164,7 @@ fn keys_already_taken_stay_alive_although_a_holder_cannot_be_looked_at() {
     });
     run = Background(mount.command(LEASEFS).args(args).spawn().expect("leasefs runs"));
     mount.wait_status("b", "one waits", |status| status["waiters"] == 1);
-    let until = Instant::now() + 3 * ttl;
+    let until = Instant::now() + 3 * time;
     wait_for("three TTLs pass with the key held", || {
         let status = mount.status("a");
         assert_eq!((status["state"].as_str(), status["epoch"].as_u64()), (Some("held"), Some(1)), "{status}");

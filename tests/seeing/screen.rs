@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 
@@ -20,7 +21,9 @@ impl Screen {
 
     /// Runs a shell command; the screen stays when it ends.
     pub fn run(mount: &Mount, (columns, lines): (u32, u32), command: &str) -> Screen {
-        let number = std::fs::read_dir(mount.scratch()).expect("the scratch directory").count();
+        // Never the same twice: a server of tmux that was told to end is still there for a moment.
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let screen = Screen { socket: mount.scratch().join(format!("tmux{number}")) };
         let command = format!("{command}; echo \"{ENDED} $?\"; exec sleep 1000");
         let mut tmux = screen.tmux();
@@ -33,7 +36,11 @@ impl Screen {
         let mut tmux = Command::new("tmux");
         // A terminal in UTF-8, with no settings of whoever runs the tests.
         tmux.args(["-u", "-f", "/dev/null", "-S"]).arg(&self.socket);
-        tmux.env("LC_ALL", "C.UTF-8").env_remove("TMUX").env_remove("NO_COLOR").stdin(Stdio::null());
+        tmux.env("LC_ALL", "C.UTF-8")
+            .env("SHELL", "/bin/sh")
+            .env_remove("TMUX")
+            .env_remove("NO_COLOR")
+            .stdin(Stdio::null());
         tmux
     }
 
@@ -71,7 +78,7 @@ impl Screen {
         let came = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             wait_for(what, || {
                 lines = self.lines();
-                condition(&lines)
+                !lines.is_empty() && condition(&lines)
             });
         }));
         assert!(came.is_ok(), "never shown: {what}:\n{}", lines.join("\n"));
@@ -80,9 +87,9 @@ impl Screen {
 
     /// Waits for the program's end, and gives its exit code.
     pub fn ended(&self) -> i32 {
-        let lines = self.wait("the end", |lines| lines.iter().any(|line| line.starts_with(ENDED)));
-        let line = lines.iter().find_map(|line| line.strip_prefix(ENDED)).expect("it ended");
-        line.trim().parse().expect("an exit code")
+        let code = |lines: &[String]| lines.iter().find_map(|line| line.strip_prefix(ENDED)?.trim().parse().ok());
+        let lines = self.wait("the end", |lines| code(lines).is_some());
+        code(&lines).expect("it ended")
     }
 
     /// The pid of the shell that runs the program.

@@ -21,7 +21,8 @@ fn line<'a>(lines: &'a [String], key: &str) -> Option<&'a str> {
 }
 
 fn wait_key(screen: &Screen, key: &str) -> Vec<String> {
-    screen.wait(key, |lines| line(lines, key).is_some())
+    // The lowest line is drawn last.
+    screen.wait(key, |lines| line(lines, key).is_some() && lines.last().is_some_and(|last| !last.is_empty()))
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::process::Command;
 use libc::{LOCK_EX, LOCK_SH, LOCK_UN};
 use serde_json::{Value, json};
 
-use crate::common::agent::{Agent, Script, count};
+use crate::common::agent::{Agent, Script, count, runs};
 use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 use crate::{STRANGER, as_stranger, assert_refused, stderr};
 
@@ -136,6 +136,7 @@ fn a_program_that_was_executed_keeps_what_it_inherited() {
     let mount = Mount::new();
     let mut script = Script::start(&mount, "exec 9<>$M/claims/job; flock 9; sleep 1000 & echo $!; read -r _; kill $!");
     let sleeper: i64 = script.line().expect("a pid").parse().expect("a pid");
+    wait_for("its program runs", || runs(i32::try_from(sleeper).expect("a pid"), "sleep"));
     let told = who(&mount, "job", &[]);
     let shell = i64::from(script.pid());
     // A shell may execute flock(1) itself only: the claimer is gone then.

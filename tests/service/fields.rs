@@ -74,7 +74,7 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let mut mount = Mount::new();
     // Open before anything happens: a reader is told of what comes after.
     let opened = mount.scratch().join("opened");
-    let events = mount.spawn_bash(&format!("exec <$M/.leasefs/events; : >{}; exec timeout 60 cat", opened.display()));
+    let events = mount.spawn_bash(&format!("exec <$M/.leasefs/events; : >{}; exec timeout 280 cat", opened.display()));
     wait_for("the events are open", || opened.exists());
     let mut seen: Vec<Value> = Vec::new();
     let mut look = |mount: &Mount, key: &str, state: &str| {

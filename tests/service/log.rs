@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Command;
 
+use nix::fcntl::{Flock, FlockArg};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -18,12 +19,15 @@ fn log(mount: &Mount) -> PathBuf {
     mount.state().join("leasefs.log")
 }
 
-/// Makes the log as long as it may be, but for a few bytes.
-fn fill(mount: &Mount) {
+/// Makes the log as long as it may be, but for a few bytes; gives the number of its file.
+fn fill(mount: &Mount) -> u64 {
     let file = fs::OpenOptions::new().append(true).open(log(mount)).expect("the log");
-    let length = file.metadata().expect("stat").len();
-    let line = vec![b'.'; usize::try_from(LIMIT - 10 - length).expect("room")];
-    std::io::Write::write_all(&mut &file, &line).expect("written");
+    // Keeper and server write under the same lock.
+    let file = Flock::lock(file, FlockArg::LockExclusive).expect("the log's lock");
+    let found = file.metadata().expect("stat");
+    let line = vec![b'.'; usize::try_from(LIMIT - 10 - found.len()).expect("room")];
+    std::io::Write::write_all(&mut &*file, &line).expect("written");
+    found.ino()
 }
 
 /// Kills the server, and waits until the next one has said that it serves.
@@ -77,10 +81,10 @@ fn a_full_log_is_put_aside_and_all_go_on_in_the_new_one() {
     let mount = Mount::new();
     let old = mount.state().join("leasefs.log.old");
     for round in 1..=3 {
-        fill(&mount);
-        let full = fs::metadata(log(&mount)).expect("stat").ino();
+        let full = fill(&mount);
         kill_server(&mount);
-        let text = || fs::read_to_string(log(&mount)).expect("text");
+        // There is none for a moment, after the full one was put aside.
+        let text = || fs::read_to_string(log(&mount)).unwrap_or_default();
         // Of the keeper, and of the new server, which inherited the descriptor of the old file.
         wait_for("the keeper's word", || text().contains("starting another"));
         wait_for("the server's word", || text().contains("took over"));

@@ -79,6 +79,8 @@ fn a_line_of_fstab_is_mounted_once() {
         findmnt $D/other || echo not the other
         mkdir $D/mnt/claims/team && stat -c %a $D/mnt/claims
         umount $D/mnt
+        # Once what served it has written everything and ended, however long that takes.
+        flock $D/state/lock true
         mount $D/mnt
         ls $D/mnt/claims
         umount $D/mnt

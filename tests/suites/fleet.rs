@@ -6,21 +6,19 @@ use std::fs::File;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rand::Rng;
 use rand::rngs::StdRng;
 
+use crate::common::witness::Witness;
 use crate::sys::{self, Board, Number, now};
 use crate::worker::{JOB, Job};
 
 const MS: u64 = 1_000_000;
 
 /// How long nothing at all may happen.
-const STUCK: u64 = 30_000 * MS;
+const STUCK: u64 = 60_000 * MS;
 
 /// A worker process that was, and the log it left.
 pub struct Gone {
@@ -91,7 +89,7 @@ impl Fleet {
             gone: Vec::new(),
             freezes: Vec::new(),
             kills: 0,
-            witness: Some(Witness::start()),
+            witness: Some(Witness::start(dir)),
             beat: (0, now()),
         }
     }
@@ -190,7 +188,7 @@ impl Fleet {
         if pulse != self.beat.0 {
             self.beat = (pulse, now());
         } else if now() - self.beat.1 > STUCK {
-            return Err(format!("nothing happened for 30 s; alive: {}", self.living()));
+            return Err(format!("nothing happened for 60 s; alive: {}", self.living()));
         }
         Ok(())
     }
@@ -245,7 +243,7 @@ impl Fleet {
             }
             self.tend()?;
             if now() > deadline {
-                return Err(format!("still there 30 s after the end of the run: {}", self.living()));
+                return Err(format!("still there 60 s after the end of the run: {}", self.living()));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -268,38 +266,6 @@ impl Drop for Fleet {
         }
         // SAFETY: plain prctl.
         unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 0) };
-    }
-}
-
-/// A bystander that sleeps for 2 ms at a time and notes when it overslept: then the machine stood still for everybody,
-/// and no server could have kept its times.
-struct Witness {
-    over: Arc<AtomicBool>,
-    thread: JoinHandle<Vec<(u64, u64)>>,
-}
-
-impl Witness {
-    fn start() -> Witness {
-        let over = Arc::new(AtomicBool::new(false));
-        let told = over.clone();
-        let thread = std::thread::spawn(move || {
-            let mut stalls = Vec::new();
-            while !told.load(Ordering::Relaxed) {
-                let before = now();
-                std::thread::sleep(Duration::from_millis(2));
-                let after = now();
-                if after - before > 12 * MS {
-                    stalls.push((before + 2 * MS, after));
-                }
-            }
-            stalls
-        });
-        Witness { over, thread }
-    }
-
-    fn stop(self) -> Vec<(u64, u64)> {
-        self.over.store(true, Ordering::Relaxed);
-        self.thread.join().expect("the witness lives")
     }
 }
 

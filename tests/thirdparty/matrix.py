@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 KEPT_OUT, LET_IN, REFUSED = "out", "IN", "-"
-# How long after its death a holder's lock may linger before it counts as stuck.
-SOON = 3
+# How often to try, and after how long a pause, before what a dead holder left counts as stuck.
+TRIES, PAUSE = 15, 0.2
 
 
 class Holder:
@@ -110,13 +110,11 @@ class Matrix:
             return f"does not hold: {held.said}"
         held.kill()
         began = time.monotonic()
-        tries = 0
-        while time.monotonic() - began < SOON:
-            tries += 1
+        for tries in range(TRIES):
             if attempt(client, path, key)[0]:
                 clear(path)
-                return "free at once" if tries == 1 else f"free after {time.monotonic() - began:.1f} s"
-            time.sleep(0.2)
+                return "free at once" if tries == 0 else f"free after {time.monotonic() - began:.1f} s"
+            time.sleep(PAUSE)
         clear(path)
         return "stuck"
 

@@ -41,14 +41,14 @@ fn ls_stat_and_claims_of_other_keys_go_on_while_a_hundred_wait() {
         )
         .expect("claims go on");
     assert_eq!(cycles, 300);
-    assert!(start.elapsed() < Duration::from_secs(20), "300 cycles took {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(60), "300 cycles took {:?}", start.elapsed());
     let start = Instant::now();
     assert_ok(&mount.bash("ls -la $M/claims $M/status $M/results && stat $M/claims/crowded && cat $M/claims/crowded $M/status/crowded && df $M"));
     assert_ok(&mount.bash(
         "flock -n $M/claims/third true && (set -C; exec 9>$M/claims/fourth) && flock -n -s $M/claims/fifth true",
     ));
     assert_ok(&mount.leasefs(&["ls"]));
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
     assert_eq!(count(&mount.status("crowded"), "waiters"), WAITERS, "they all wait still");
 }
 
@@ -87,7 +87,7 @@ fn a_crowd_can_be_sent_home() {
     for (agent, _) in &line {
         agent.wait_end();
     }
-    assert!(start.elapsed() < Duration::from_secs(10), "{WAITERS} waiters took {:?} to end", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(60), "{WAITERS} waiters took {:?} to end", start.elapsed());
     mount.wait_status("crowded", "nobody waits", |status| count(status, "waiters") == 0);
     assert_eq!(mount.status("crowded")["epoch"], 1);
     drop(holder);

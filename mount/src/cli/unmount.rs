@@ -11,9 +11,11 @@ use crate::{kernel_mount, mountinfo};
 
 /// How long a server may take to record what is left and end.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// For how long an unmount is tried again while the tree is busy: a file that is just being closed, as that of a holder
-/// whose key was released a moment ago, keeps it so a little longer than its lease is there.
-const CLOSED_WITHIN: Duration = Duration::from_secs(1);
+/// How often an unmount is tried again while the tree is busy, and after how long: a file that is just being closed, as that
+/// of a holder whose key was released a moment ago, keeps it so a little longer than its lease is there. Tries are counted,
+/// and not the time: where the machine stands still, whoever closes does, too.
+const TRIES: u32 = 100;
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// Arguments of `leasefs unmount`.
 #[derive(clap::Args)]
@@ -59,15 +61,15 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// Unmounts, once what is being closed is closed.
 fn disconnect(path: &Path) -> std::io::Result<()> {
-    let deadline = Instant::now() + CLOSED_WITHIN;
-    loop {
-        match kernel_mount::disconnect(path, false) {
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            result => return result,
+    let mut disconnected = kernel_mount::disconnect(path, false);
+    for _ in 0..TRIES {
+        if !disconnected.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY)) {
+            break;
         }
+        std::thread::sleep(PAUSE);
+        disconnected = kernel_mount::disconnect(path, false);
     }
+    disconnected
 }
 
 /// The absolute path, also of a mount whose server is gone: of that only the parent can be looked at.

@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
@@ -12,10 +12,13 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::failure::{self, Failure};
 
-/// How long to wait for a lock whose owner is ending.
-const LOCK_PATIENCE: Duration = Duration::from_millis(500);
+/// How often to try for a lock whose owner is ending. Tries are counted, and not the time: where the machine stands still,
+/// whoever is ending does, too.
+const TRIES: u32 = 100;
 /// The same where its owner is known to be dead, and only the server it left has to be ended by the kernel.
-const DEAD_LOCK_PATIENCE: Duration = Duration::from_secs(10);
+const DEAD_TRIES: u32 = 2_000;
+/// Between two tries.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// Keeps another keeper off the state directory for as long as this one or its server lives.
 ///
@@ -23,7 +26,7 @@ const DEAD_LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// Another one has it.
 pub fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
     let path = state_dir.join("lock");
-    let began = Instant::now();
+    let mut tries = 0;
     loop {
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
         let mut file = file.with_context(|| format!("{}", path.display()))?;
@@ -40,9 +43,10 @@ pub fn lock_state(state_dir: &Path) -> Result<Flock<File>> {
             Err((_, errno)) => bail!("{}: {errno}", path.display()),
         }
         let lives = owner.trim().parse::<u32>().is_ok_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
-        if began.elapsed() > if lives { LOCK_PATIENCE } else { DEAD_LOCK_PATIENCE } {
+        tries += 1;
+        if tries > if lives { TRIES } else { DEAD_TRIES } {
             bail!(Failure::StateServed { path: failure::shown(state_dir) });
         }
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(PAUSE);
     }
 }

@@ -4,7 +4,7 @@
 //! children become the runner's, which ends them in its place.
 
 use std::ffi::OsStr;
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -340,14 +340,26 @@ impl Watch<'_> {
         }
         let by_keyboard = matches!(signal, Signal::SIGINT | Signal::SIGQUIT | Signal::SIGTSTP);
         let from_terminal = info.ssi_code == libc::SI_KERNEL && by_keyboard;
-        if !from_terminal || self.shared.command().map(|command| getpgid(Some(command))) != Some(Ok(getpgrp())) {
+        let has_it =
+            from_terminal && self.shared.command().map(|command| getpgid(Some(command))) == Some(Ok(getpgrp()));
+        if !has_it {
             self.pass_on(signal);
         }
         if signal == Signal::SIGTSTP {
             stop()?;
-            self.pass_on(Signal::SIGCONT);
+            // A job is continued as it was stopped, the command with the rest: told once more, and late, it would go on
+            // although the job was stopped again meanwhile. But who continues this process alone means the command, too.
+            if !has_it || self.is_command_stopped() {
+                self.pass_on(Signal::SIGCONT);
+            }
         }
         Ok(())
+    }
+
+    fn is_command_stopped(&self) -> bool {
+        let Some(command) = self.shared.command() else { return false };
+        let status = fs::read_to_string(format!("/proc/{command}/status")).unwrap_or_default();
+        status.lines().any(|line| line.starts_with("State:\tT"))
     }
 
     fn pass_on(&self, signal: Signal) {

@@ -18,6 +18,9 @@ use nix::unistd::{Pid, getpid};
 const AGAIN: Duration = Duration::from_millis(10);
 /// The same, for one that cannot be killed: it may last until its lease ends.
 const AGAIN_LATER: Duration = Duration::from_secs(1);
+/// How often KILL is sent before it is given up, however late it is: also a machine that has stood still past the time for
+/// that has to let the signal take effect.
+const KILLS: u32 = 50;
 
 /// The command and its descendants.
 pub struct Family {
@@ -35,6 +38,20 @@ struct Ending {
     give_up_at: Duration,
     /// Who was sent TERM.
     told: HashSet<i32>,
+    /// When KILL was sent first, and how often it was sent.
+    killed: Option<(Duration, u32)>,
+}
+
+impl Ending {
+    /// Counts that KILL is sent now: when to send it again, nothing when that is of no use any more.
+    fn kill_again(&mut self, now: Duration) -> Option<Duration> {
+        let (first, times) = self.killed.get_or_insert((now, 0));
+        *times += 1;
+        if *times < KILLS || now < *first + AGAIN_LATER {
+            return Some(now + AGAIN);
+        }
+        (now < self.give_up_at).then_some(now + AGAIN_LATER)
+    }
 }
 
 impl Family {
@@ -88,12 +105,13 @@ impl Family {
     }
 
     /// Begins to end them: TERM now (and CONT, for those that are stopped), KILL at `kill_at`. What cannot be killed is
-    /// waited for until `give_up_at`.
+    /// waited for until `give_up_at`, or for a second where that has passed already.
     pub fn end(&mut self, kill_at: Duration, give_up_at: Duration) {
         let ending = Ending {
             kill_at,
             give_up_at: give_up_at.max(kill_at),
             told: self.command.map(Pid::as_raw).into_iter().collect(),
+            killed: None,
         };
         self.ending = Some(ending);
         self.signal(Signal::SIGTERM);
@@ -116,14 +134,13 @@ impl Family {
             }
             return Some(ending.kill_at);
         }
-        let Ending { kill_at, give_up_at, .. } = *ending;
+        let again_at = ending.kill_again(now);
         // The whole group at one instant, as nothing that forks can evade.
         self.signal(Signal::SIGKILL);
         for child in children().into_iter().filter(|child| Some(*child) != command) {
             let _ = kill(Pid::from_raw(child), Signal::SIGKILL);
         }
-        let pause = if now < kill_at + AGAIN_LATER { AGAIN } else { AGAIN_LATER };
-        (now < give_up_at).then_some(now + pause)
+        again_at
     }
 }
 
@@ -158,6 +175,30 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+
+    #[test]
+    fn who_was_sent_kill_has_time_to_end_also_after_the_machine_stood_still() {
+        let second = Duration::from_secs(1);
+        let mut ending = Ending { kill_at: second, give_up_at: 2 * second, told: HashSet::new(), killed: None };
+        // When it goes on, all its times have passed.
+        let mut now = 10 * second;
+        let mut sent = 1;
+        while let Some(next) = ending.kill_again(now) {
+            assert_eq!(next, now + AGAIN);
+            // And once more it stands still.
+            now = if sent == 3 { now + 5 * second } else { next };
+            sent += 1;
+        }
+        assert_eq!(sent, KILLS);
+        // Where it is killed in time it is waited for, once in a second.
+        let mut ending = Ending { give_up_at: 20 * second, killed: None, ..ending };
+        let mut now = 10 * second;
+        while let Some(next) = ending.kill_again(now) {
+            assert!(next > now);
+            now = next;
+        }
+        assert!((20 * second..21 * second).contains(&now), "{now:?}");
+    }
 
     #[test]
     fn only_children_are_listed() {
