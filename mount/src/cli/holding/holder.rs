@@ -1,7 +1,7 @@
 //! The process that keeps an attempt (`leasefs hold`): starting it, and knowing it again.
 
 use std::ffi::CStr;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
@@ -100,7 +100,12 @@ pub fn start(mut args: hold::Args, bound: Option<&Bound>) -> Result<Started> {
     if line.is_empty() {
         bail!("{}: the holder process ended without a word: nothing is held", args.key);
     }
-    Ok(Started { report: serde_json::from_str(&line)?, channel: reader.into_inner() })
+    let report = serde_json::from_str(&line)?;
+    if matches!(report, Report::Refused { .. }) {
+        // It ends, and with it its end of the channel: whoever is refused leaves no process behind.
+        let _ = reader.read_to_end(&mut Vec::new());
+    }
+    Ok(Started { report, channel: reader.into_inner() })
 }
 
 /// In the child: a session of its own, another parent, no descriptors but these, and no signal ignored.
