@@ -1,10 +1,10 @@
 //! `leasefs run` while all goes well, and when the keys or the command are not to be had.
 
 use std::fs;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::common::agent::{Agent, Stray};
-use super::common::{Mount, assert_ok, shown_once, stdout};
+use super::common::{Mount, assert_ok, read_in_time, shown_once, stdout, wait_for};
 use super::{assert_refused, hold, start, stderr};
 
 #[test]
@@ -141,10 +141,33 @@ fn a_long_wait_says_who_holds_the_key() {
             _ => Err(said),
         }
     });
-    shown_once("a wait of 0.2 s is not mentioned", || {
-        let said = stderr(&mount.leasefs(&["run", "-w", "0.2", "job", "--", "true"]));
-        if said.lines().count() == 1 { Ok(()) } else { Err(said) }
-    });
+    let quick = mount.leasefs(&["run", "-w", "0.2", "job", "--", "true"]);
+    assert_eq!(stderr(&quick).lines().count(), 1, "{}", stderr(&quick));
+}
+
+/// Its process stood still until after its end, and after it would have been mentioned.
+#[test]
+fn a_wait_that_is_over_is_not_mentioned_any_more() {
+    let mount = Mount::new();
+    let agent = Agent::new();
+    let _fd = agent.create(&mount.claim("job")).expect("free");
+    for _ in 0..4 {
+        let mut run = start(&mount, &["run", "-w", "0.7", "job", "--", "true"]);
+        let began = Instant::now();
+        let mut is_over = false;
+        mount.wait_status("job", "one waits, or did", |status| {
+            is_over = run.0.try_wait().expect("wait").is_some();
+            is_over || status["waiters"] == 1
+        });
+        if !is_over {
+            run.signal("STOP");
+            wait_for("it would have been mentioned", || began.elapsed() > Duration::from_millis(1_500));
+            run.signal("CONT");
+        }
+        assert_eq!(run.wait().code(), Some(1));
+        let said = read_in_time(run.0.stderr.take());
+        assert!(said.lines().count() == 1 && said.trim_end().ends_with("(waited 0.7 s): nothing was run"), "{said}");
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ use crate::common::Mount;
 use crate::killer::{self, kill_once};
 
 const KEYS: usize = 100_000;
+const PER_NAMESPACE: usize = 1_000;
 const CLIENTS: usize = 4;
 const KILLS: usize = 21;
 
@@ -28,20 +29,39 @@ fn cycle(path: &std::path::Path) {
 #[test]
 #[serial]
 fn a_kill_costs_little_with_100_000_keys() {
+    let mount = with_keys(KEYS / PER_NAMESPACE, PER_NAMESPACE);
+    let Some(median) = cost(&mount) else { return };
+    // The figure that counts is the release build's, on a machine that does nothing else; beside others and less optimised
+    // it has room. To read every key first would take longer than that, here and there.
+    let bound = Duration::from_millis(if cfg!(debug_assertions) { 500 } else { 100 });
+    if median >= bound {
+        // Perhaps because the machine has much else to do: then kills cost as much where there are next to no keys.
+        let few = cost(&with_keys(CLIENTS, 1)).expect("kills");
+        assert!(median < 2 * few, "a kill costs clients {median:?} at the median, and {few:?} with {CLIENTS} keys");
+    }
+    mount.verify();
+}
+
+/// A mount with so many keys that were held once.
+fn with_keys(namespaces: usize, per_namespace: usize) -> Mount {
     let mount = Mount::new();
-    let per_namespace = 1_000;
-    for namespace in 0..KEYS / per_namespace {
+    for namespace in 0..namespaces {
         fs::create_dir(mount.claim(&format!("n{namespace}"))).expect("mkdir");
         for key in 0..per_namespace {
             cycle(&mount.claim(&format!("n{namespace}/k{key}")));
         }
     }
+    mount
+}
+
+/// The slowest call around a kill, at the median.
+fn cost(mount: &Mount) -> Option<Duration> {
     let over = AtomicBool::new(false);
     // The slowest call each client has made since somebody last looked.
     let slowest: Vec<Mutex<Duration>> = (0..CLIENTS).map(|_| Mutex::default()).collect();
     let mut costs = std::thread::scope(|scope| {
         for (client, slowest) in slowest.iter().enumerate() {
-            let (mount, over) = (&mount, &over);
+            let over = &over;
             scope.spawn(move || {
                 let path = mount.claim(&format!("n{client}/k0"));
                 while !over.load(Ordering::Relaxed) {
@@ -67,15 +87,11 @@ fn a_kill_costs_little_with_100_000_keys() {
         costs
     });
     costs.sort();
-    let Some(&median) = costs.get(costs.len() / 2) else { return };
+    let median = *costs.get(costs.len() / 2)?;
     println!(
-        "{KEYS} keys, {} kills: the slowest call around a kill: median {median:?}, worst {:?}",
+        "{} kills: the slowest call around a kill: median {median:?}, worst {:?}",
         costs.len(),
         costs[costs.len() - 1]
     );
-    // The figure that counts is the release build's, on a machine that does nothing else; beside others and less optimised
-    // it has room. To read every key first would take longer than that, here and there.
-    let bound = Duration::from_millis(if cfg!(debug_assertions) { 500 } else { 100 });
-    assert!(median < bound, "a kill costs clients {median:?} at the median");
-    mount.verify();
+    Some(median)
 }

@@ -52,17 +52,18 @@ impl Wait<'_> {
     pub fn lock(mut self, file: &File, end: Option<Instant>) -> io::Result<Waited> {
         let alarm = Alarm::install()?;
         let (stop_seen, stop) = io::pipe()?;
+        // Before the thread beside it, which may find a reason to ring at once: there is one timer.
+        if let Some(end) = end {
+            Alarm::ring_in(end.saturating_duration_since(Instant::now()));
+        }
         let (locked, broken) = thread::scope(|scope| {
             let beside = scope.spawn(|| {
-                let broken = self.watch_beside(stop_seen.as_fd());
+                let broken = self.watch_beside(stop_seen.as_fd(), end);
                 if !matches!(broken, Ok(None)) {
                     Alarm::ring_in(Duration::ZERO);
                 }
                 broken
             });
-            if let Some(end) = end {
-                Alarm::ring_in(end.saturating_duration_since(Instant::now()));
-            }
             let locked = loop {
                 match handle::lock(file) {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {
@@ -86,16 +87,20 @@ impl Wait<'_> {
         }
     }
 
-    /// What is done while `flock` waits. Ends when it is stopped, or with why there is no use in waiting.
-    fn watch_beside(&mut self, stop: BorrowedFd<'_>) -> nix::Result<Option<String>> {
+    /// What is done while `flock` waits, until this instant if there is one. Ends when it is stopped, or with why there is
+    /// no use in waiting.
+    fn watch_beside(&mut self, stop: BorrowedFd<'_>, end: Option<Instant>) -> nix::Result<Option<String>> {
         // The alarm is for the thread that waits.
         SigSet::all().thread_block()?;
         let timer = Timer::new()?;
         let mut mention = Mention::new(self.tree, self.key, boot_now()?);
         loop {
-            let next = self.taken.iter().map(Claim::due_at).chain([mention.next()]).min();
-            if let Some(next) = next {
-                timer.ring_at(next)?;
+            // Woken late, it has nothing more to say of a wait that is over.
+            let is_over = || end.is_some_and(|end| Instant::now() >= end);
+            let mentioned_at = (!is_over()).then(|| mention.next());
+            match self.taken.iter().map(Claim::due_at).chain(mentioned_at).min() {
+                Some(next) => timer.ring_at(next)?,
+                None => timer.stop()?,
             }
             let watched = [stop, timer.as_fd()].into_iter().chain(self.until.iter().copied());
             let mut fds: Vec<PollFd> = watched.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
@@ -115,7 +120,9 @@ impl Wait<'_> {
                 drop(fds);
                 self.taken.iter_mut().try_for_each(|claim| claim.take_notice(self.tree))?;
             }
-            mention.say(boot_now()?);
+            if !is_over() {
+                mention.say(boot_now()?);
+            }
             if let Some(lost) = renew_due(self.taken, self.tree)? {
                 return Ok(Some(format!("{} (while waiting for {})", lost.loss(), self.key)));
             }
