@@ -38,7 +38,7 @@ const FUSECTL: FsType = FsType(0x6573_5543);
 
 /// What the state directory remembers of its mounts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Record {
+pub struct Record {
     boot_id: String,
     mountpoint: PathBuf,
     mount_id: u64,
@@ -180,7 +180,8 @@ fn entry(list: &OwnedFd, device: &str) -> nix::Result<Option<u64>> {
 }
 
 impl Record {
-    fn read(state_dir: &Path) -> Option<Record> {
+    /// That of a state directory; none where nothing was mounted from it since boot.
+    pub fn read(state_dir: &Path) -> Option<Record> {
         let record: Record = serde_json::from_slice(&fs::read(state_dir.join(FILE)).ok()?).ok()?;
         (Some(record.boot_id.as_str()) == clock::boot_id().ok().as_deref()).then_some(record)
     }
@@ -190,6 +191,20 @@ impl Record {
         let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(serde_json::to_string(self)?.as_bytes())?;
         fs::rename(new, state_dir.join(FILE))
+    }
+
+    /// Whether the mount is there, and nothing mounted over it: what it hides cannot be taken away. Not where another one is
+    /// on its path by now.
+    ///
+    /// # Errors
+    /// Where `/proc` cannot be read.
+    pub fn is_there(&self) -> io::Result<bool> {
+        Ok(mounts()?.into_iter().rfind(|mount| mount.path == self.mountpoint).is_some_and(|top| self.is(&top)))
+    }
+
+    /// Its path.
+    pub fn mountpoint(&self) -> &Path {
+        &self.mountpoint
     }
 
     /// Whether this is the mount that was recorded.
@@ -208,17 +223,12 @@ impl Record {
 /// It is there and dead, and cannot be taken away.
 pub fn clean(state_dir: &Path, mountpoint: &Path) -> Result<()> {
     let Some(record) = Record::read(state_dir) else { return Ok(()) };
-    // The last one there is on top; what it hides cannot be taken away.
-    let is_there = || {
-        let top = mounts()?.into_iter().rfind(|mount| mount.path == record.mountpoint);
-        io::Result::Ok(top.is_some_and(|top| record.is(&top)))
-    };
-    if !is_there()? {
+    if !record.is_there()? {
         return Ok(());
     }
     // Whoever has it serves the mount. It ends with them, so that it is looked for again.
     let Ok(_lock) = keeper::lock::lock_state(state_dir) else { return Ok(()) };
-    if !is_there()? {
+    if !record.is_there()? {
         return Ok(());
     }
     let shown = record.mountpoint.display();
@@ -232,12 +242,12 @@ pub fn clean(state_dir: &Path, mountpoint: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Records the mount just made on `mountpoint` for [`clean`] to know it by. The connection before it, where there was
-/// one since boot, is lost.
+/// Records the mount just made on `mountpoint`, for whoever is to take it away to know it by. The connection before it, where
+/// there was one since boot, is lost.
 ///
 /// # Errors
 /// Where the mount is not to be found, or the state directory cannot be written.
-pub fn record(state_dir: &Path, mountpoint: &Path) -> Result<()> {
+pub fn record(state_dir: &Path, mountpoint: &Path) -> Result<Record> {
     let mount = mounts()?.into_iter().rfind(|mount| mount.path == mountpoint && mount.fs_type == FS_TYPE);
     let mount = mount.with_context(|| format!("{} is not mounted", mountpoint.display()))?;
     let connection = Connection::new(mount.device);
@@ -253,7 +263,8 @@ pub fn record(state_dir: &Path, mountpoint: &Path) -> Result<()> {
         connection,
         lost: lost.filter(|lost| lost.len() <= MAX_LOST),
     };
-    record.write(state_dir).with_context(|| format!("{}", state_dir.join(FILE).display()))
+    record.write(state_dir).with_context(|| format!("{}", state_dir.join(FILE).display()))?;
+    Ok(record)
 }
 
 /// The connections of the state directory, as far as they are known.

@@ -31,7 +31,7 @@ mod upgrade;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -43,13 +43,14 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
+use crate::dead_mount::Record;
 use crate::failure::{self, Failure};
 use crate::flight::Flight;
 use crate::fs::any_open;
 use crate::handover::{Fds, Handover, PROTOCOL, READY};
 use crate::openfiles::OpenFiles;
 use crate::server::{self, Plan};
-use crate::{connection, dead_mount, kernel_mount, logfile, mountinfo};
+use crate::{connection, dead_mount, kernel_mount, logfile};
 use child::{Program, Server};
 use control::{Control, Requester};
 use lock::lock_state;
@@ -99,9 +100,17 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
     let control = Control::open(&state_dir)?;
     let memory = |name: &str| memfd_create(name, MFdFlags::MFD_CLOEXEC).context("memfd_create");
     let (flight, files, last_read) = (memory("leasefs-flight")?, memory("leasefs-files")?, memory("leasefs-read")?);
+    let place = kernel_mount::keep_others_off(&mountpoint)?;
     let device = kernel_mount::connect(&mountpoint, &plan.options)?;
-    let mounted = Mounted(mountpoint.clone());
-    dead_mount::record(&state_dir, &mountpoint)?;
+    let mounted = match dead_mount::record(&state_dir, &mountpoint) {
+        Ok(record) => Mounted(record),
+        Err(error) => {
+            // Nobody knows of it yet.
+            let _ = kernel_mount::disconnect(&mountpoint, true);
+            return Err(error);
+        }
+    };
+    drop(place);
     let init = first_request(&device)?;
     let can_resend = connection::has_resend(&init);
     let plan = Plan { mountpoint, state_dir, ..plan.clone() };
@@ -137,18 +146,20 @@ pub fn run(plan: &Plan, manner: Manner, ready: impl FnOnce(&str)) -> Result<()> 
         upgrade: None,
         stopping: false,
         last_words: String::new(),
+        mount: mounted.0.clone(),
     };
     let how = keeper.how(can_resend, manner.no_resend);
     tracing::info!("{how}");
-    match keeper.keep(|| ready(how))? {
+    // With the keeper goes the lock, and whoever has it next must not meet the server.
+    match keeper.keep(|| ready(how)).inspect_err(|_| keeper.end_server())? {
         Ending::Unmounted => {
-            tracing::info!("unmounted {}", mounted.0.display());
+            tracing::info!("unmounted {}", mounted.0.mountpoint().display());
             service::stopping();
             drop(mounted);
             Ok(())
         }
         Ending::GaveUp(starts) => {
-            let path = failure::shown(&mounted.0);
+            let path = failure::shown(mounted.0.mountpoint());
             std::mem::forget(mounted);
             bail!(Failure::GaveUp { starts: starts.to_string(), path, why: keeper.last_words })
         }
@@ -189,6 +200,8 @@ struct Keeper {
     stopping: bool,
     /// Why the last server was not ready.
     last_words: String,
+    /// What it serves.
+    mount: Record,
 }
 
 impl Keeper {
@@ -312,24 +325,29 @@ impl Keeper {
             Ok(signal @ (Signal::SIGTERM | Signal::SIGINT)) => {
                 if self.stopping {
                     tracing::warn!("ending with files open: what is held stays held until its TTL, as orphaned");
-                    if let Some(mut server) = self.server.take() {
-                        server.kill();
-                        let _ = server.child.wait();
-                    }
+                    self.end_server();
                     std::process::exit(1);
                 }
                 tracing::info!("{signal}: unmounting");
                 self.stopping = true;
                 service::stopping();
-                let mountpoint = self.handover.plan.mountpoint.clone();
+                let mount = self.mount.clone();
                 let memory = self.memory[FILES].try_clone();
                 // Elsewhere: unmounting may have to look at the tree, and somebody must answer.
                 std::thread::spawn(move || {
                     let files = memory.ok().and_then(|memory| OpenFiles::attach(&memory).ok());
-                    kernel_mount::stop(&mountpoint, || files.as_ref().is_some_and(any_open));
+                    kernel_mount::stop(&mount, || files.as_ref().is_some_and(any_open));
                 });
             }
             _ => {}
+        }
+    }
+
+    /// Ends the server and waits until it has.
+    fn end_server(&mut self) {
+        if let Some(mut server) = self.server.take() {
+            server.kill();
+            let _ = server.child.wait();
         }
     }
 
@@ -412,13 +430,13 @@ fn first_request(device: &OwnedFd) -> Result<Vec<u8>> {
     }
 }
 
-/// Unmounts when the keeper ends before somebody else did.
-struct Mounted(PathBuf);
+/// Unmounts when the keeper ends before somebody else did. By then another tree may be on the same path.
+struct Mounted(Record);
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        if mountinfo::is_leasefs(&self.0).is_ok_and(|mounted| mounted) {
-            let _ = kernel_mount::disconnect(&self.0, true);
+        if self.0.is_there().is_ok_and(|there| there) {
+            let _ = kernel_mount::disconnect(self.0.mountpoint(), true);
         }
     }
 }

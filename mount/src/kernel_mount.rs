@@ -2,7 +2,7 @@
 //!
 //! The mount is made here and not by fuser, because whoever holds `/dev/fuse` need not be the process that answers.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -10,14 +10,16 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::{getegid, geteuid};
 
-use crate::dead_mount;
+use crate::dead_mount::{self, Record};
 use crate::failure::{self, Failure};
 use crate::mountinfo::{FS_TYPE, is_automount, is_leasefs, mounts};
 
@@ -67,9 +69,37 @@ pub fn check_mountpoint(path: &Path) -> Result<PathBuf> {
     }
     let mut entries = std::fs::read_dir(&path).with_context(|| shown.clone())?;
     if entries.next().is_some() {
+        // Since it was looked at above, another may have mounted here.
+        if is_leasefs(&path)? {
+            bail!(Failure::MountedAlready { path: shown });
+        }
         bail!(Failure::MountpointNotEmpty { path: shown });
     }
     Ok(path)
+}
+
+/// How long another mount on the same directory is waited for: longer than mount(2) takes on a machine that has much to do.
+const MOUNTED_WITHIN: Duration = Duration::from_secs(10);
+
+/// Keeps every other leasefs from mounting on a directory for as long as the value lives, and checks that none has done so
+/// since [`check_mountpoint`]: the later of two would hide the tree of the other, and take it for its own. None where the
+/// filesystem has no such lock, or a stranger keeps it.
+///
+/// # Errors
+/// As [`check_mountpoint`].
+pub fn keep_others_off(mountpoint: &Path) -> Result<Option<Flock<File>>> {
+    let until = Instant::now() + MOUNTED_WITHIN;
+    let mut directory = File::open(mountpoint).with_context(|| failure::shown(mountpoint))?;
+    let lock = loop {
+        match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => break Some(lock),
+            Err((back, Errno::EWOULDBLOCK)) if Instant::now() < until => directory = back,
+            Err(_) => break None,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    check_mountpoint(mountpoint)?;
+    Ok(lock)
 }
 
 /// Checks that `/proc` tells of the processes by the numbers that requests come with.
@@ -239,19 +269,24 @@ pub fn disconnect(mountpoint: &Path, detach: bool) -> io::Result<()> {
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// An orderly stop: unmounts; where files are open, the tree is taken out of sight and ends with the last of them, so
-/// that no lease is cut short. Nothing happens where it is not mounted any more. `is_open` says whether the server knows of an
-/// open file, or of one whose close is not recorded yet.
+/// that no lease is cut short. Nothing happens where it is not mounted any more, whatever is mounted there by now. `is_open`
+/// says whether the server knows of an open file, or of one whose close is not recorded yet.
 ///
 /// With its last user the kernel ends a connection, and drops what it has not handed over by then: the last close itself,
 /// and with it the result that it was to commit. So this is a user as well, until the server knows of no other.
-pub fn stop(mountpoint: &Path, is_open: impl Fn() -> bool) {
-    if !is_leasefs(mountpoint).is_ok_and(|mounted| mounted) || disconnect(mountpoint, false).is_ok() {
+pub fn stop(mount: &Record, is_open: impl Fn() -> bool) {
+    let (mountpoint, is_there) = (mount.mountpoint(), || mount.is_there().is_ok_and(|there| there));
+    if !is_there() || disconnect(mountpoint, false).is_ok() {
         return;
     }
     // Asks the server nothing, neither now nor when it is closed.
     let held = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_DIRECTORY).open(mountpoint);
     if let Err(error) = &held {
         tracing::warn!("what is closed last may not be recorded: {}: {error}", mountpoint.display());
+    }
+    // Keeper and server may have been told both, and the other was first.
+    if !is_there() {
+        return;
     }
     match disconnect(mountpoint, true) {
         Ok(()) => tracing::info!("files are open: serving them until the last one is closed"),

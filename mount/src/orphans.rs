@@ -52,6 +52,8 @@ const AGAIN: Duration = Duration::from_millis(50);
 /// After a look that found somebody; then doubled up to [`LONGEST`].
 const FIRST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(10);
+/// The same where it found nobody, but something on its way, which may be there at the next look.
+const PASSING: Duration = Duration::from_secs(1);
 /// Looks in a row that find nothing, where no process or thread began during the last.
 const QUIET_LOOKS: u32 = 2;
 /// Looks in a row that find nothing, whatever began.
@@ -81,6 +83,7 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
         let asked = orphans.iter().map(|(key, _)| (Node::Claim(*key).ino().0, name(*key))).collect();
         let look = look::look(&asked, connections);
         nobody.retain(|orphan, _| orphans.contains(orphan));
+        let mut longest = LONGEST;
         for (key, orphaned) in orphans {
             let Some(why) = look.why_held(Node::Claim(key).ino().0) else {
                 let looks = nobody.entry((key, orphaned)).and_modify(|looks| *looks += 1).or_insert(1);
@@ -90,11 +93,14 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
                 continue;
             };
             nobody.remove(&(key, orphaned));
+            if look.is_held_in_passing(Node::Claim(key).ino().0) {
+                longest = PASSING;
+            }
             shared.engine.explain_orphan(key, orphaned, &why);
         }
         if nobody.is_empty() {
             shared.answer_orders(shared.reap.looked());
-            shared.reap.sleep(pause);
+            shared.reap.sleep(pause.min(longest));
             pause = (pause * 2).min(LONGEST);
         } else {
             std::thread::sleep(AGAIN);

@@ -22,6 +22,7 @@ use nix::unistd::{getegid, geteuid};
 use serde::{Deserialize, Serialize};
 
 use crate::connection::{self, Connection};
+use crate::dead_mount::Record;
 use crate::failure::{self, Failure};
 use crate::flight::{Flight, STRIKES, Struck};
 use crate::fs::{Kept, LeaseFs, Settings, Shared, any_open, survivors};
@@ -95,7 +96,7 @@ pub fn serve(handover: &Handover, passed: Passed, ready: impl FnOnce()) -> Resul
         tracing::warn!("the server before ended while it handled request {unique} ({what}): {count} of {STRIKES}");
     }
     fs.shared().set_careful(struck.is_some());
-    start_threads(&fs, mountpoint.clone(), signals, files)?;
+    start_threads(&fs, signals, files)?;
     let connection = Connection {
         device: passed.device,
         last_read: passed.last_read,
@@ -149,8 +150,10 @@ fn answers(mountpoint: &Path) -> bool {
     probe.is_ok_and(|status| status.success())
 }
 
-fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet, files: Arc<OpenFiles>) -> Result<()> {
+fn start_threads(fs: &LeaseFs, signals: SigSet, files: Arc<OpenFiles>) -> Result<()> {
     let shared = fs.shared();
+    // The keeper recorded it before there was a server.
+    let mount = Record::read(&shared.settings.state_dir);
     timekeeper::spawn("timekeeper", shared, |shared| {
         shared.timekeeper.run(|| shared.next_ns(), || shared.on_time());
     })?;
@@ -160,9 +163,8 @@ fn start_threads(fs: &LeaseFs, mountpoint: PathBuf, signals: SigSet, files: Arc<
     timekeeper::spawn("watcher", shared, |shared| shared.watcher.run(|wait| shared.on_signal(wait)))?;
     let connections = dead_mount::connections(&shared.settings.state_dir);
     timekeeper::spawn("orphans", shared, move |shared| orphans::look_after(shared, &connections))?;
-    std::thread::Builder::new()
-        .name("signals".into())
-        .spawn(move || unmount_on_signal(&mountpoint, signals, &files))?;
+    let unmount = move || unmount_on_signal(mount.as_ref(), signals, &files);
+    std::thread::Builder::new().name("signals".into()).spawn(unmount)?;
     Ok(())
 }
 
@@ -188,10 +190,12 @@ fn read_keys(shared: &Shared) {
 
 /// The keeper is who is to be told to stop; but a service manager may tell every process. Both then unmount, which is
 /// the same as one.
-fn unmount_on_signal(mountpoint: &Path, signals: SigSet, files: &OpenFiles) {
+fn unmount_on_signal(mount: Option<&Record>, signals: SigSet, files: &OpenFiles) {
     loop {
-        if matches!(signals.wait(), Ok(Signal::SIGTERM | Signal::SIGINT)) {
-            kernel_mount::stop(mountpoint, || any_open(files));
+        if matches!(signals.wait(), Ok(Signal::SIGTERM | Signal::SIGINT))
+            && let Some(mount) = mount
+        {
+            kernel_mount::stop(mount, || any_open(files));
         }
     }
 }

@@ -3,10 +3,9 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 
 use rustix::fs::{FlockOperation, Timespec, Timestamps, UTIME_NOW, XattrFlags, flock, fsetxattr, ftruncate, futimens};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 
 use crate::ttl::Ttl;
 
@@ -32,7 +31,8 @@ pub fn lock(handle: &File) -> io::Result<()> {
 /// Those of `read(2)`: `ESTALE` once the handle lost its lease.
 pub fn epoch(handle: &File) -> io::Result<u64> {
     let mut record = [0; 32];
-    let length = handle.read_at(&mut record, 0)?;
+    // No signal ends these calls. Where the kernel sends none again, the server's replacement does: the next one answers.
+    let length = retry_on_intr(|| rustix::io::pread(handle, &mut record, 0))?;
     let line = record[..length].split(|byte| *byte == b'\n').next().unwrap_or_default();
     std::str::from_utf8(line)
         .ok()
@@ -46,11 +46,11 @@ pub fn epoch(handle: &File) -> io::Result<u64> {
 /// Those of `futimens(2)`: `ESTALE` once the handle lost its lease.
 pub fn renew(handle: &File) -> io::Result<()> {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
-    match futimens(handle, &Timestamps { last_access: now, last_modification: now }) {
+    match retry_on_intr(|| futimens(handle, &Timestamps { last_access: now, last_modification: now })) {
         // The kernel does not say through which handle, so that is for the process alone that took the lease. This may
         // be another, with a copy of the handle, or one that the server cannot see. Truncation comes with the handle.
         // Locking would not do: were the lease given back, it would take a new one.
-        Err(Errno::ACCESS) => Ok(ftruncate(handle, 0)?),
+        Err(Errno::ACCESS) => Ok(retry_on_intr(|| ftruncate(handle, 0))?),
         answer => Ok(answer?),
     }
 }
@@ -72,5 +72,5 @@ pub fn set_agent(handle: &File, name: &str) -> io::Result<()> {
 }
 
 fn set(file: &File, name: &str, value: &str) -> io::Result<()> {
-    Ok(fsetxattr(file, name, value.as_bytes(), XattrFlags::empty())?)
+    Ok(retry_on_intr(|| fsetxattr(file, name, value.as_bytes(), XattrFlags::empty()))?)
 }

@@ -2,9 +2,12 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::process::Stdio;
+
+use nix::sys::signal::Signal;
 
 use crate::common::agent::has_ended;
-use crate::common::{Background, InTime, assert_ok, stop, wait_for};
+use crate::common::{Background, InTime, assert_ok, read_in_time, stop, wait_for};
 use crate::tools::{Tools, assert_refused};
 
 #[test]
@@ -130,4 +133,49 @@ fn killed_or_stopped_it_is_like_any_holder() {
     crate::tools::signal(holder, nix::sys::signal::Signal::SIGCONT);
     wait_for("its end", || has_ended(holder));
     assert_eq!((tools.mount.state_of("job"), tools.mount.status("job")["epoch"].as_u64()), ("held".into(), Some(3)));
+}
+
+/// Whether a process has ended, or is in a call that only lets time pass.
+fn is_waiting_or_over(pid: i32) -> bool {
+    let call = fs::read_to_string(format!("/proc/{pid}/syscall")).unwrap_or_default();
+    let number = call.split(' ').next().and_then(|number| number.parse().ok());
+    has_ended(pid) || matches!(number, Some(libc::SYS_clock_nanosleep | libc::SYS_nanosleep))
+}
+
+/// The same agent, claiming twice at once: what the first was not told yet may still be given back.
+#[test]
+fn nobody_is_told_of_an_attempt_before_the_one_who_claimed_it() {
+    let tools = Tools::new();
+    let claim = |key: &str| {
+        let mut command = tools.command(&["leasefs", "claim", key, "--agent", "planner"]);
+        Background(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("leasefs runs"))
+    };
+    let signal = crate::tools::signal;
+    for round in 0..100 {
+        let key = format!("job{round}");
+        let mut first = claim(&key);
+        tools.mount.wait_status(&key, "held", |status| status["state"] == "held");
+        let holder = tools.holder(&key);
+        stop(holder);
+        let arguments = fs::read_to_string(format!("/proc/{holder}/cmdline")).expect("it is there");
+        if arguments.contains("--epoch=") || arguments.is_empty() {
+            // It was faster, and may have told.
+            signal(holder, Signal::SIGCONT);
+            first.wait();
+            continue;
+        }
+        let mut second = claim(&key);
+        wait_for("the second claim's look", || is_waiting_or_over(second.pid()));
+        let was_told = second.0.try_wait().expect("wait").is_some();
+        signal(first.pid(), Signal::SIGKILL);
+        first.wait();
+        signal(holder, Signal::SIGCONT);
+        assert!(!was_told, "{:?}", read_in_time(second.0.stdout.take()));
+        assert!(second.wait().success(), "{:?}", read_in_time(second.0.stderr.take()));
+        let told = read_in_time(second.0.stdout.take());
+        assert_eq!(told.lines().next(), Some("2"), "the first attempt was given back");
+        assert_eq!(tools.mount.state_of(&key), "held");
+        return;
+    }
+    panic!("no holder process was stopped before it had executed itself anew");
 }

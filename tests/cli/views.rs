@@ -1,11 +1,12 @@
 //! `leasefs ls`, `status` and `history`: what they show is what the tree and the registry say.
 
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, Write};
+use std::process::Stdio;
 
 use serde_json::Value;
 
-use super::common::{Mount, assert_ok, set_mode, stdout};
+use super::common::{Background, Mount, assert_ok, in_time, set_mode, stdout};
 use super::{as_stranger, assert_refused, commit, hold, live_through_every_outcome, stderr};
 
 fn json_lines(text: &str) -> Vec<Value> {
@@ -67,6 +68,43 @@ fn ls_tells_of_namespaces_it_may_not_read() {
     assert_ok(&output);
     assert!(stdout(&output).contains("open") && !stdout(&output).contains("secret"), "{}", stdout(&output));
     assert!(stderr(&output).starts_with("leasefs: 1 namespaces may not be read"), "{}", stderr(&output));
+}
+
+/// Makes and removes namespaces that have had keys, until its input ends; a line for the first round.
+const CHURN: &str = "
+import contextlib, fcntl, os, select, sys
+claims = os.environ['M'] + '/claims'
+number = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    namespace = f'{claims}/n{number % 3}'
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(namespace)
+    with contextlib.suppress(OSError):
+        handle = os.open(f'{namespace}/k{number % 50}', os.O_RDWR | os.O_CREAT)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.close(handle)
+    with contextlib.suppress(OSError):
+        os.rmdir(namespace)
+    number += 1
+    if number == 1:
+        print(flush=True)
+";
+
+#[test]
+fn ls_goes_on_while_namespaces_are_removed_and_made_again() {
+    let mount = Mount::new();
+    let mut churn = mount.command("python3");
+    let churn = churn.args(["-c", CHURN]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3 runs");
+    let mut churn = Background(churn);
+    let output = churn.0.stdout.take().expect("piped");
+    in_time("the first round", || std::io::BufReader::new(output).read_line(&mut String::new()).expect("a line"));
+    for _ in 0..20 {
+        for args in [&["ls"][..], &["ls", "--all"]] {
+            assert_ok(&mount.leasefs(args));
+        }
+    }
+    drop(churn.0.stdin.take());
+    assert!(churn.wait().success());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, Fd};
-use crate::common::{Mount, assert_ok, stdout};
+use crate::common::{Mount, assert_ok, stdout, wait_for};
 
 const AGENT: &str = "user.lease.agent";
 
@@ -145,7 +145,15 @@ fn an_agents_name_outlives_the_server_and_the_connection() {
     let status = mount.status("k");
     assert_eq!((&status["state"], &status["agent"]), (&json!("orphaned"), &json!("steady still")));
     drop(holder);
-    mount.wait_status("k", "free", |status| status["state"] == "free");
+    let mut why = Value::Null;
+    wait_for("nobody has it any more", || {
+        let status = mount.status("k");
+        if status["orphaned_why"] != why {
+            why = status["orphaned_why"].clone();
+            eprintln!("held: {why}");
+        }
+        status["state"] == "free"
+    });
     assert_eq!(history(&mount)[0]["agent"], "steady still");
     mount.verify();
 }

@@ -4,6 +4,7 @@
 mod common;
 mod place;
 
+mod beside;
 mod ends;
 mod inherited;
 mod killed;

@@ -123,7 +123,9 @@ fn a_handle_that_went_through_a_socket() {
     let told = who(&mount, "job", &[]);
     assert_eq!(people(&told), []);
     let said = told["remark"].as_str().unwrap_or_default().to_owned();
-    assert!(said.contains(&format!("on its way through a socket of pid {}", heir.pid())), "{told}");
+    // Others may have something on its way as well, and what it is only they know.
+    let (_, pids) = said.split_once("on its way through a socket of pid ").unwrap_or_else(|| panic!("{told}"));
+    assert!(pids.split(" or ").any(|pid| pid == heir.pid().to_string()), "{told}");
     let output = mount.leasefs(&["who", "job"]);
     assert_ok(&output);
     assert!(stderr(&output).contains("job: held by pid"), "{}", stderr(&output));

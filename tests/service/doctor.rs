@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, umount2};
@@ -11,7 +11,8 @@ use nix::unistd::Pid;
 
 use crate::common::agent::Agent;
 use crate::common::{
-    InTime, LEASEFS, Mount, Stopped, assert_ok, copy_program, leasefs_for_all, set_mode, stdout, wait_for,
+    Background, InTime, LEASEFS, Mount, Stopped, assert_ok, copy_program, leasefs_for_all, read_in_time, set_mode,
+    stdout, wait_for,
 };
 
 fn doctor(arguments: &[&str]) -> Output {
@@ -76,6 +77,26 @@ fn a_tree_that_does_not_answer_is_not_waited_for() {
     assert!(verdict == "fail" && text.contains("does not answer") && cure.contains("leasefs.log"), "{text}: {cure}");
     drop(stopped);
     assert_ok(&doctor(&[&path(&mount.root())]));
+}
+
+#[test]
+fn a_tree_that_is_unmounted_while_it_is_looked_at_is_nothing_to_complain_of() {
+    let mut mount = Mount::new();
+    let pids = [mount.keeper_pid(), mount.server_pid()].map(|pid| pid.expect("it is served"));
+    let stopped = Stopped::these(&pids);
+    let mut command = Command::new(LEASEFS);
+    command.args(["doctor", "--json"]).arg(mount.root()).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut looking = Background(command.spawn().expect("leasefs runs"));
+    let children = format!("/proc/{0}/task/{0}/children", looking.pid());
+    wait_for("its look at the tree", || fs::read_to_string(&children).is_ok_and(|list| !list.is_empty()));
+    umount2(&mount.root(), MntFlags::MNT_DETACH).expect("umount");
+    let said = read_in_time(looking.0.stdout.take());
+    let report: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+    let trees = report["checks"].as_array().expect("checks").iter().filter(|check| check["check"] == "mount").count();
+    assert!(trees == 0, "{said}");
+    drop(stopped);
+    wait_for("the keeper's end", || crate::common::agent::has_ended(pids[0]));
+    mount.start(&[]);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, bail};
-use leasefs::client::{Status, handle};
+use leasefs::client::handle;
 use leasefs::{Key, Ttl};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::prctl;
@@ -187,11 +187,11 @@ fn wanted(args: &Args, tree: &Tree, key: &Key, bound: Option<&Bound>) -> hold::A
 
 /// Renews, where the same agent holds the key already; none where it does not.
 fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Result<Option<ExitCode>> {
-    let Some((status, kept)) = settled(tree, key, args.agent.name())? else { return Ok(None) };
+    let Some(Kept { status, how }) = settled(tree, key, args.agent.name())? else { return Ok(None) };
     let binds = wanted.bound.is_some() || wanted.sentinel.is_some();
     let is_bound_so = |held: &hold::Args| (wanted.bound, &wanted.sentinel) == (held.bound, &held.sentinel);
-    if binds && !kept.how.as_deref().is_some_and(is_bound_so) {
-        let to = match kept.how.map(|held| (held.bound, held.sentinel)) {
+    if binds && !how.as_deref().is_some_and(is_bound_so) {
+        let to = match how.map(|held| (held.bound, held.sentinel)) {
             Some((Some(process), _)) => format!(", for process {}", process.pid),
             Some((None, Some(text))) => format!(", for the sentinel {text}"),
             Some((None, None)) => ", until its TTL".to_owned(),
@@ -199,14 +199,15 @@ fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Resu
         };
         bail!("{key}: this agent holds it already, at epoch {}{to}: release it first to bind it anew", status.epoch);
     }
-    if let Some(ttl) = args.ttl {
-        set_ttl(tree, key, ttl)?;
-    }
     match order::send(tree, "renew", key, status.epoch, None) {
         Ok(()) => {}
         // It has just ended: this is a new claim.
         Err(error) if error.raw_os_error() == Some(libc::ESTALE) => return Ok(None),
         Err(error) => return Err(trouble(key, error)),
+    }
+    // Only now: it is set by the key's name, and the attempt may have been over since it was looked at.
+    if let Some(ttl) = args.ttl {
+        set_ttl(tree, key, ttl)?;
     }
     let renewed = tree.status(key)?.filter(|now| now.epoch == status.epoch).unwrap_or(status);
     let pid = renewed.holder.as_ref().map(|holder| holder.pid);
@@ -217,18 +218,18 @@ fn claim_again(args: &Args, tree: &Tree, key: &Key, wanted: &hold::Args) -> Resu
 
 /// The attempt that is kept for the same agent, once whoever claimed it has told its epoch: until then it may still be
 /// given back, and nobody may build on it.
-fn settled(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<(Status, Kept)>> {
+fn settled(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<Kept>> {
     let until = Instant::now() + SETTLES_WITHIN;
     loop {
-        let Some(status) = tree.status(key)? else { return Ok(None) };
-        let Some(kept) = attempt::kept_for_agent(&status, agent) else { return Ok(None) };
-        if kept.how.is_none() || status.holder.as_ref().is_some_and(|holder| holder::is_kept(holder.pid)) {
-            return Ok(Some((status, kept)));
+        let Some(kept) = attempt::kept_for_agent(tree, key, agent)? else { return Ok(None) };
+        let is_kept = |how| kept.status.holder.as_ref().is_some_and(|holder| holder::is_kept(holder.pid, how));
+        if kept.how.as_deref().is_none_or(is_kept) {
+            return Ok(Some(kept));
         }
         if Instant::now() >= until {
             bail!(
                 "{key}: another command of this agent is claiming it, at epoch {}, and has not ended: end that, or try later",
-                status.epoch
+                kept.status.epoch
             );
         }
         thread::sleep(Duration::from_millis(10));
@@ -238,7 +239,7 @@ fn settled(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<(Status
 fn set_ttl(tree: &Tree, key: &Key, ttl: Ttl) -> Result<()> {
     let set = std::fs::File::open(tree.files.claim_path(key)).and_then(|file| handle::set_ttl(&file, ttl));
     match set {
-        // It has just ended; the renewal will tell.
+        // It has just ended, all the same.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(trouble(format_args!("{key}: its TTL cannot be set to {ttl}"), error)),
         Ok(()) => Ok(()),
@@ -281,12 +282,10 @@ fn hand_off(args: &Args) -> Result<ExitCode> {
         prctl::set_name(&name)?;
     }
     let (tree, key) = Tree::find_with_key(&args.tree, &args.key)?;
-    if let Some(status) = tree.status(&key)?
-        && attempt::kept_for_agent(&status, args.agent.name()).is_some()
-    {
+    if let Some(kept) = attempt::kept_for_agent(&tree, &key, args.agent.name())? {
         complain(format_args!(
             "{key}: this agent holds it already, at epoch {}: release it first to hand it to a command",
-            status.epoch
+            kept.status.epoch
         ));
         return Ok(ExitCode::from(EXIT_NO));
     }

@@ -115,7 +115,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     checks.extend(found.checks);
     let mut states: Vec<PathBuf> = args.state.iter().cloned().collect();
     if states.is_empty() {
-        states = found.states;
+        states.extend(found.states.iter().map(|(_, dir)| dir.clone()));
     }
     if states.is_empty() && !found.can_be_used {
         match server::default_state_dir() {
@@ -126,7 +126,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
     states.sort();
     states.dedup();
     for dir in &states {
-        checks.extend(state::examine(dir, args.state.is_none()));
+        let of_state = state::examine(dir, args.state.is_none());
+        // The directory of a tree that was unmounted meanwhile may have gone with it.
+        let trees = || found.states.iter().filter(|(_, of)| of == dir).map(|(tree, _)| tree);
+        let has_failed = of_state.iter().any(|check| check.verdict == Verdict::Fail);
+        if args.state.is_some() || !has_failed || trees().next().is_none() || trees().any(trees::is_mounted) {
+            checks.extend(of_state);
+        }
     }
     let ok = checks.iter().all(|check| check.verdict != Verdict::Fail);
     let report = Report { ok, checks };

@@ -78,6 +78,24 @@ pub fn prefix(tree: &Tree, text: &str) -> Result<String> {
     Ok(prefix)
 }
 
+/// Reads what others may remove meanwhile, or remove and make again: then what was opened is stale, or to the kernel a bad
+/// inode, and is read anew. None where it is gone; or was not there, as where nothing begins with a prefix.
+fn unless_gone<T>(read: impl Fn() -> io::Result<T>) -> io::Result<Option<T>> {
+    const TRIES: usize = 100;
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        match read() {
+            Ok(found) => return Ok(Some(found)),
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(None);
+            }
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ESTALE | libc::EIO)) && tries < TRIES => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 struct Walk<'a> {
     subtree: &'static str,
     tree: &'a Tree,
@@ -89,20 +107,16 @@ struct Walk<'a> {
 impl Walk<'_> {
     fn namespace(&mut self, namespace: &str, is_asked_for: bool) -> Result<()> {
         let directory = self.tree.root().join(self.subtree).join(namespace);
-        let entries = match fs::read_dir(&directory) {
-            Ok(entries) => entries,
+        // All of it before the first is looked at: it may have to be read anew.
+        let entries = match unless_gone(|| fs::read_dir(&directory)?.collect::<io::Result<Vec<_>>>()) {
+            Ok(entries) => entries.unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !is_asked_for => {
                 self.listing.shut += 1;
-                return Ok(());
-            }
-            // Gone since its parent was read; or nothing begins with this prefix.
-            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 return Ok(());
             }
             Err(error) => return Err(trouble(directory.display(), error)),
         };
         for entry in entries {
-            let entry = entry?;
             let Ok(name) = entry.file_name().into_string() else { continue };
             let path = if namespace.is_empty() { name } else { format!("{namespace}/{name}") };
             let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
@@ -116,14 +130,17 @@ impl Walk<'_> {
     }
 
     fn key(&mut self, path: &str) -> Result<()> {
-        match Key::parse(path).map(|key| self.tree.status(&key)) {
-            Ok(status) => {
-                if let Some(status) = status? {
-                    (self.seen)(&status);
-                    self.listing.found.push(status);
-                }
+        let key = match Key::parse(path) {
+            Ok(key) => key,
+            Err(bad) => {
+                complain(format_args!("{}: passed over: {bad}", show::plain(path)));
+                return Ok(());
             }
-            Err(bad) => complain(format_args!("{}: passed over: {bad}", show::plain(path))),
+        };
+        let read = || Status::read(&fs::File::open(self.tree.files.status_path(&key))?);
+        if let Some(status) = unless_gone(read).map_err(|error| trouble(&key, error))? {
+            (self.seen)(&status);
+            self.listing.found.push(status);
         }
         Ok(())
     }

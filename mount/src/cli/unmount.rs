@@ -47,6 +47,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let keeper = keeper_of(&path);
     match disconnect(&path) {
         Ok(()) => {}
+        // Somebody else was first, since it was looked at.
+        Err(_) if !mountinfo::is_leasefs(&path)? => {}
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => bail!(Failure::InUse { path: shown.to_string() }),
         Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EINVAL)) => {
             bail!(Failure::UnmountNotPermitted { path: shown.to_string() })

@@ -217,12 +217,12 @@ fn judge(status: &Status, scan: Scan) -> Found {
     }
     let mut people: Vec<Person> = people.into_values().collect();
     people.sort_by_key(|person| (person.how, person.since_ms, person.process));
-    let remark = remark(status, &people, is_known, scan.in_flight);
+    let remark = remark(status, &people, is_known, &scan.in_flight);
     Found { people, unseen: scan.unseen, remark }
 }
 
 /// What a person should know about the holder's handle that the table does not say.
-fn remark(status: &Status, people: &[Person], is_known: bool, in_flight: Option<u32>) -> Option<String> {
+fn remark(status: &Status, people: &[Person], is_known: bool, in_flight: &[u32]) -> Option<String> {
     let holder = status.holder.as_ref()?;
     if status.state == "reporting" || is_known {
         return None;
@@ -239,9 +239,12 @@ fn remark(status: &Status, people: &[Person], is_known: bool, in_flight: Option<
     }
     Some(match in_flight {
         _ if holder.pid == 0 => "its holder is in a pid namespace that the server does not see".to_owned(),
-        Some(pid) => format!("no process here has the handle; one may be on its way through a socket of pid {pid}"),
-        None => "no process that can be seen has the handle: it is in another pid namespace, or was closed just now"
+        [] => "no process that can be seen has the handle: it is in another pid namespace, or was closed just now"
             .to_owned(),
+        pids => format!(
+            "no process here has the handle; one may be on its way through a socket of pid {}",
+            pids.iter().map(u32::to_string).collect::<Vec<_>>().join(" or ")
+        ),
     })
 }
 

@@ -75,6 +75,11 @@ impl Look {
         }
         None
     }
+
+    /// Whether nothing but what is on its way stands in the way of a proof for this key.
+    pub fn is_held_in_passing(&self, ino: u64) -> bool {
+        self.on_its_way.is_some() && self.blind.is_none() && !self.keepers.contains_key(&ino)
+    }
 }
 
 /// Looks for old handles of the claim files with these inode numbers.
@@ -343,8 +348,12 @@ mod tests {
     fn what_is_on_its_way_may_be_any_key() {
         let proc = Proc::new();
         proc.open((A, A), 3, "socket:[27]", "ino:\t27\nmnt_id:\t10\nscm_fds: 1\n");
-        let why = proc.look().why_held(KEY).expect("it may be this");
+        let look = proc.look();
+        let why = look.why_held(KEY).expect("it may be this");
         assert!(why.contains("through a socket of pid 50000010"), "{why}");
+        assert!(look.is_held_in_passing(KEY));
+        proc.open((B, B), 3, "/claims/k", CLAIM);
+        assert!(!proc.look().is_held_in_passing(KEY), "somebody has it");
     }
 
     #[test]

@@ -22,8 +22,8 @@ const KEEPER: &str = "leasefs-keeper";
 pub struct Found {
     /// The checks.
     pub checks: Vec<Check>,
-    /// State directories of the trees that answer and are this user's.
-    pub states: Vec<PathBuf>,
+    /// The trees that answer and are this user's, with their state directories.
+    pub states: Vec<(Mounted, PathBuf)>,
     /// There is a tree that this user can use.
     pub can_be_used: bool,
     /// Keepers of those.
@@ -54,8 +54,12 @@ pub fn examine(asked: Option<&Path>) -> Result<Found> {
     let asked = asked.map(absolute);
     let trees = on_top(&mounts);
     for tree in trees.iter().filter(|tree| asked.as_ref().is_none_or(|asked| tree.path == *asked)) {
-        found.tree(tree);
-        found.checks.push(propagation(&shown(&tree.path), tree));
+        let seen = look::at(&tree.path);
+        // Of one that was unmounted meanwhile there is nothing to say.
+        if matches!(seen, Seen::Config(_)) || is_mounted(tree) {
+            found.tree(tree, seen);
+            found.checks.push(propagation(&shown(&tree.path), tree));
+        }
     }
     match &asked {
         Some(asked) if found.checks.is_empty() => {
@@ -73,6 +77,11 @@ pub fn examine(asked: Option<&Path>) -> Result<Found> {
         found.checks.extend(lone_keepers(&keepers(), &seen, trees.iter().any(|tree| tree.whole)));
     }
     Ok(found)
+}
+
+/// Whether a mount that was listed is still there.
+pub fn is_mounted(mount: &Mounted) -> bool {
+    mounts().is_ok_and(|mounts| mounts.contains(mount))
 }
 
 /// The path without a look at its last part, which may hang.
@@ -98,9 +107,9 @@ fn around<'a>(mounts: &'a [Mounted], path: &Path) -> Option<&'a Mounted> {
 }
 
 impl Found {
-    fn tree(&mut self, tree: &Mounted) {
+    fn tree(&mut self, tree: &Mounted, seen: Seen) {
         let path = shown(&tree.path);
-        match look::at(&tree.path) {
+        match seen {
             Seen::Config(text) => match serde_json::from_str::<Config>(&text) {
                 Ok(config) => {
                     self.checks.push(Check::ok("mount", format!("{path} answers (server {}, keeper {})", config.pid, config.keeper_pid)));
@@ -110,7 +119,7 @@ impl Found {
                     self.can_be_used = true;
                     // Of others' state directories nothing can be seen, and it is not this user's to mend them.
                     let is_ours = nix::unistd::geteuid().is_root() || nix::unistd::geteuid().as_raw() == config.mount_owner;
-                    self.states.extend(config.state_dir.filter(|_| is_ours));
+                    self.states.extend(config.state_dir.filter(|_| is_ours).map(|dir| (tree.clone(), dir)));
                 }
                 Err(error) => self.checks.push(Check::warn(
                     "mount",

@@ -112,13 +112,15 @@ fn epoch_among(keys: Option<&str>, epochs: &str, key: &Key) -> Result<Option<u64
 
 /// The number of the attempt that a holder process keeps for the caller. None, said, if the key is not held.
 fn kept_for_caller(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<u64>> {
-    let Some(status) = tree.status(key)?.filter(|status| status.epoch > 0) else { bail!(never_held(key)) };
+    let Some((status, keeper)) = look(tree, key)?.filter(|(status, _)| status.epoch > 0) else {
+        bail!(never_held(key))
+    };
     if status.is_open() {
         let outcome = status.outcome.as_deref().unwrap_or("over");
         complain(format_args!("{key}: nobody holds it: epoch {} is {outcome}; nothing was changed", status.epoch));
         return Ok(None);
     }
-    if let Some(Keeper::Ours(held)) = holder::of(&status)
+    if let Some(Keeper::Ours(held)) = keeper
         && is_callers(&status, &held, agent)
     {
         return Ok(Some(status.epoch));
@@ -129,6 +131,24 @@ fn kept_for_caller(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option
         show::in_the_way(&status),
         status.epoch
     )
+}
+
+/// What the tree says of a key, and who holds it then; none if there never was such a key. A holder that ends between the two
+/// looks is none that cannot be seen, nor another program: its key is looked at once more, and was let go of before it went.
+fn look(tree: &Tree, key: &Key) -> Result<Option<(Status, Option<Keeper>)>> {
+    let mut status = tree.status(key)?;
+    while let Some(seen) = status {
+        let keeper = holder::of(&seen);
+        if let None | Some(Keeper::Ours(_)) = keeper {
+            return Ok(Some((seen, keeper)));
+        }
+        status = tree.status(key)?;
+        let is_same = |now: &Status| now.epoch == seen.epoch && now.state == seen.state;
+        if status.as_ref().is_some_and(is_same) {
+            return Ok(Some((seen, keeper)));
+        }
+    }
+    Ok(None)
 }
 
 /// Whether the attempt is proven to be one that the caller claimed.
@@ -150,25 +170,26 @@ fn is_own_uid(status: &Status) -> bool {
 
 /// An attempt that the caller may go on with.
 pub struct Kept {
+    /// What the tree says of it.
+    pub status: Status,
     /// How it is kept; none where that cannot be seen.
     pub how: Option<Box<hold::Args>>,
 }
 
 /// The attempt, if it is kept by a holder process for the same agent: of its uid and name, or without names, if that is
 /// proven.
-pub fn kept_for_agent(status: &Status, agent: Option<&str>) -> Option<Kept> {
-    match (holder::of(status)?, agent) {
-        (Keeper::Ours(held), Some(_)) => {
-            let is_same = is_own_uid(status) && held.agent.as_deref() == agent;
-            is_same.then_some(Kept { how: Some(held) })
-        }
-        (Keeper::Ours(held), None) => is_callers(status, &held, None).then_some(Kept { how: Some(held) }),
-        (Keeper::Unseen, Some(_)) => {
-            let is_same = is_own_uid(status) && status.agent.as_deref() == agent;
-            is_same.then_some(Kept { how: None })
-        }
-        (Keeper::Unseen, None) | (Keeper::Other, _) => None,
-    }
+///
+/// # Errors
+/// Those of the tree.
+pub fn kept_for_agent(tree: &Tree, key: &Key, agent: Option<&str>) -> Result<Option<Kept>> {
+    let Some((status, Some(keeper))) = look(tree, key)? else { return Ok(None) };
+    let (is_same, how) = match (keeper, agent) {
+        (Keeper::Ours(held), Some(_)) => (is_own_uid(&status) && held.agent.as_deref() == agent, Some(held)),
+        (Keeper::Ours(held), None) => (is_callers(&status, &held, None), Some(held)),
+        (Keeper::Unseen, Some(_)) => (is_own_uid(&status) && status.agent.as_deref() == agent, None),
+        (Keeper::Unseen, None) | (Keeper::Other, _) => (false, None),
+    };
+    Ok(is_same.then_some(Kept { status, how }))
 }
 
 #[cfg(test)]

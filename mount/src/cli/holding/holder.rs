@@ -1,14 +1,15 @@
 //! The process that keeps an attempt (`leasefs hold`): starting it, and knowing it again.
 
 use std::ffi::CStr;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::{env, fs};
+use std::time::{Duration, Instant};
+use std::{env, fs, thread};
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
@@ -22,6 +23,8 @@ use crate::cli::{self, Cli};
 
 /// What `ps` calls it.
 pub const NAME: &CStr = c"leasefs";
+/// How long a holder process may take to execute itself anew.
+const EXECUTES_WITHIN: Duration = Duration::from_secs(5);
 
 /// How the taking went.
 #[derive(Debug, Deserialize, Serialize)]
@@ -97,7 +100,12 @@ pub fn start(mut args: hold::Args, bound: Option<&Bound>) -> Result<Started> {
     if line.is_empty() {
         bail!("{}: the holder process ended without a word: nothing is held", args.key);
     }
-    Ok(Started { report: serde_json::from_str(&line)?, channel: reader.into_inner() })
+    let report = serde_json::from_str(&line)?;
+    if matches!(report, Report::Refused { .. }) {
+        // It ends, and with it its end of the channel: whoever is refused leaves no process behind.
+        let _ = reader.read_to_end(&mut Vec::new());
+    }
+    Ok(Started { report, channel: reader.into_inner() })
 }
 
 /// In the child: a session of its own, another parent, no descriptors but these, and no signal ignored.
@@ -124,9 +132,11 @@ fn detach(kept: [Option<i32>; 2]) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether it keeps its attempt: before it hears that its epoch was told, it has another name.
-pub fn is_kept(pid: u32) -> bool {
-    fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_ascii_end() == NAME.to_bytes())
+/// Whether a holder process with these arguments keeps its attempt: it has executed itself anew with the epoch, and has
+/// heard that this was told, since when it has its name again.
+pub fn is_kept(pid: u32, args: &hold::Args) -> bool {
+    args.epoch.is_some()
+        && fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_ascii_end() == NAME.to_bytes())
 }
 
 /// Who has the key, as far as this process can see.
@@ -158,12 +168,25 @@ fn arguments(pid: i32) -> Option<hold::Args> {
     if !is_our_program(pid) {
         return None;
     }
-    let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let line = command_line(pid)?;
     let words =
         line.strip_suffix(b"\0")?.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
     match Cli::try_parse_from(words) {
         Ok(Cli { command: cli::Command::Hold(args) }) => Some(args),
         _ => None,
+    }
+}
+
+/// Its command line. While it executes itself anew, it has none for an instant.
+fn command_line(pid: i32) -> Option<Vec<u8>> {
+    let until = Instant::now() + EXECUTES_WITHIN;
+    loop {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let is_over = || Instant::now() >= until || fs::read_link(format!("/proc/{pid}/exe")).is_err();
+        if !line.is_empty() || is_over() {
+            return Some(line);
+        }
+        thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -179,5 +202,60 @@ fn is_our_program(pid: i32) -> bool {
     match (fs::read_link(theirs), env::current_exe()) {
         (Ok(a), Ok(b)) => name(a) == name(b),
         _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process of that name, which ends with its input.
+    fn process(dir: &tempfile::TempDir, name: &str) -> std::process::Child {
+        let program = dir.path().join(name);
+        std::os::unix::fs::symlink("/bin/bash", &program).expect("a link");
+        let child = Command::new(program).args(["-c", "read"]).stdin(Stdio::piped()).spawn().expect("bash runs");
+        let comm = format!("/proc/{}/comm", child.id());
+        while !fs::read_to_string(&comm).is_ok_and(|found| found.trim_end() == name) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        child
+    }
+
+    fn end(mut child: std::process::Child) {
+        drop(child.stdin.take());
+        child.wait().expect("it ends");
+    }
+
+    fn args(line: &[&str]) -> hold::Args {
+        let Ok(Cli { command: cli::Command::Hold(args) }) = Cli::try_parse_from(line) else { panic!("{line:?}") };
+        args
+    }
+
+    #[test]
+    fn an_attempt_whose_epoch_is_not_among_the_arguments_yet_was_told_to_nobody() {
+        let dir = tempfile::tempdir().expect("directory");
+        let taking = args(&["leasefs", "hold", "--key=k", "--root=/", "--channel=3"]);
+        let taken = hold::Args { epoch: Some(1), ..taking.clone() };
+        let child = process(&dir, "leasefs");
+        assert!(!is_kept(child.id(), &taking) && is_kept(child.id(), &taken));
+        end(child);
+        let child = process(&dir, "leasefs-new");
+        assert!(!is_kept(child.id(), &taken), "it has not heard that it was told");
+        end(child);
+    }
+
+    #[test]
+    fn one_that_has_no_command_line_any_more_is_not_waited_for() {
+        let dir = tempfile::tempdir().expect("directory");
+        let mut child = process(&dir, "reader");
+        let pid = i32::try_from(child.id()).expect("a pid");
+        assert!(command_line(pid).is_some_and(|line| line.ends_with(b"\0-c\0read\0")));
+        child.kill().expect("kill");
+        let began = Instant::now();
+        // Until it is reaped, its number is there.
+        while command_line(pid).is_some_and(|line| !line.is_empty()) {}
+        assert!(began.elapsed() < EXECUTES_WITHIN);
+        end(child);
+        assert_eq!(command_line(pid), None);
     }
 }

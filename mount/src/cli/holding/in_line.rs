@@ -52,6 +52,10 @@ impl Wait<'_> {
     pub fn lock(mut self, file: &File, end: Option<Instant>) -> io::Result<Waited> {
         let alarm = Alarm::install()?;
         let (stop_seen, stop) = io::pipe()?;
+        // Before the thread beside it, which may find a reason to ring at once: there is one timer.
+        if let Some(end) = end {
+            Alarm::ring_in(end.saturating_duration_since(Instant::now()));
+        }
         let (locked, broken) = thread::scope(|scope| {
             let beside = scope.spawn(|| {
                 let broken = self.watch_beside(stop_seen.as_fd(), end);
@@ -60,9 +64,6 @@ impl Wait<'_> {
                 }
                 broken
             });
-            if let Some(end) = end {
-                Alarm::ring_in(end.saturating_duration_since(Instant::now()));
-            }
             let locked = loop {
                 match handle::lock(file) {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {

@@ -60,8 +60,8 @@ pub struct Scan {
     pub writers: BTreeMap<Pid, Vec<u32>>,
     /// Processes that may not be looked into.
     pub unseen: usize,
-    /// A process with descriptors on their way through one of its sockets.
-    pub in_flight: Option<u32>,
+    /// Processes with descriptors on their way through one of their sockets: of which files, the kernel does not tell.
+    pub in_flight: Vec<u32>,
 }
 
 /// One descriptor of the key's file. Descriptors belong to a thread's table; threads mostly share one.
@@ -93,6 +93,7 @@ pub fn scan(tree: &Tree, key: &Key, status: &Status) -> Result<Scan> {
         }
         groups
     });
+    looking.scan.in_flight.dedup();
     looking.scan.handles = handles.iter().map(|copies| handle(copies)).collect();
     Ok(looking.scan)
 }
@@ -171,7 +172,7 @@ impl Looking {
             // Closed meanwhile.
             let Ok(info) = fs::read_to_string(task.join("fdinfo").join(&name)) else { continue };
             if number(&info, "scm_fds:", 10).is_some_and(|count| count > 0) {
-                self.scan.in_flight.get_or_insert(process.pid);
+                self.scan.in_flight.push(process.pid);
             }
             let ino = number(&info, "ino:", 10).filter(|_| is_file);
             if ino == Some(self.claim) && self.is_ours(&task.join("fd").join(&name)) {
