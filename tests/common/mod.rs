@@ -407,8 +407,15 @@ pub fn unmount_unused(root: &Path) -> Output {
 }
 
 /// Waits until the condition holds; panics with `what` when it does not within [`PATIENCE`].
-pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+#[track_caller]
+pub fn wait_for(what: &str, condition: impl FnMut() -> bool) {
+    wait_within(PATIENCE, what, condition);
+}
+
+/// The same, for so long.
+#[track_caller]
+pub fn wait_within(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + limit;
     while !condition() {
         assert!(Instant::now() < deadline, "never came about: {what}");
         std::thread::sleep(Duration::from_millis(2));

@@ -4,13 +4,17 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
 use nix::mount::{MntFlags, umount2};
 
-use crate::common::{InTime, assert_ok, end, stdout, wait_for};
+use crate::common::{InTime, assert_ok, end, stdout, wait_within};
 
 /// What it boots into: nothing but what systemd itself needs.
 const TARGET: &str = "[Unit]\nDescription=A machine for tests\nAllowIsolate=yes\n";
+
+/// Longest that it may take to boot, or to go down: systemd waits for this and that up to a minute and a half.
+const PATIENCE: Duration = Duration::from_secs(240);
 
 /// The machine.
 pub struct Machine {
@@ -48,7 +52,7 @@ impl Machine {
         podman.args(["/lib/systemd/systemd", "systemd.unit=leasefs-test.target"]);
         let podman = podman.stdout(log.try_clone().expect("log")).stderr(log).spawn().expect("podman runs");
         machine.podman = Some(podman);
-        wait_for("the machine is up", || {
+        wait_within(PATIENCE, "the machine is up", || {
             let podman = machine.podman.as_mut().expect("it was started");
             if let Some(status) = podman.try_wait().expect("wait") {
                 panic!("{status}: {}", fs::read_to_string(machine.dir.path().join("log")).unwrap_or_default());
@@ -92,7 +96,7 @@ impl Machine {
     /// Waits until it is off.
     pub fn wait_off(&mut self) {
         let podman = self.podman.as_mut().expect("it was started");
-        wait_for("the machine is off", || podman.try_wait().expect("wait").is_some());
+        wait_within(PATIENCE, "the machine is off", || podman.try_wait().expect("wait").is_some());
     }
 
     /// What the units said.
