@@ -35,9 +35,10 @@ fn a_kill_costs_little_with_100_000_keys() {
     // it has room. To read every key first would take longer than that, here and there.
     let bound = Duration::from_millis(if cfg!(debug_assertions) { 500 } else { 100 });
     if median >= bound {
-        // Perhaps because the machine has much else to do: then kills cost as much where there are next to no keys.
+        // Perhaps because the machine has much else to do: then kills are dear where there are next to no keys as well. To read
+        // every key first would cost more than ten times that.
         let few = cost(&with_keys(CLIENTS, 1)).expect("kills");
-        assert!(median < 2 * few, "a kill costs clients {median:?} at the median, and {few:?} with {CLIENTS} keys");
+        assert!(median < 5 * few, "a kill costs clients {median:?} at the median, and {few:?} with {CLIENTS} keys");
     }
     mount.verify();
 }
