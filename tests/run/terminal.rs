@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::common::agent::{Script, has_ended};
+use crate::common::agent::{Script, Stray, has_ended};
 use crate::common::witness::{in_peace, ttl};
 use crate::common::{LEASEFS, Mount, PATIENCE, Stopped, wait_for};
 use crate::{is_stopped, lines};
@@ -140,6 +140,10 @@ fn a_job_that_is_stopped_again_at_once_stays_stopped() {
         assert!(both_are(true), "one goes on");
         Instant::now() > until
     });
+    terminal.type_in("fg\n");
+    wait_for("both go on again", || both_are(false));
+    [runner, command].into_iter().for_each(|pid| Stray(pid).kill());
+    wait_for("the guard has ended", || has_ended(guard));
 }
 
 #[test]
