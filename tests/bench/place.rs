@@ -1,9 +1,13 @@
 //! Which CPUs this process, and so all it starts, may run on.
 
 use std::fmt;
-use std::io;
 
 use anyhow::{Context, Result};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
+
+/// The thread that asks.
+const THIS: Pid = Pid::from_raw(0);
 
 /// Where clients and servers run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
@@ -25,22 +29,18 @@ impl fmt::Display for Placement {
 }
 
 /// Gives the process its CPUs back when dropped.
-pub struct Entered(libc::cpu_set_t);
+pub struct Entered(CpuSet);
 
 impl Placement {
     /// Moves this process there until the value returned is dropped.
     pub fn enter(self) -> Result<Entered> {
-        let before = affinity().context("cannot read the CPU affinity")?;
+        let before = sched_getaffinity(THIS).context("cannot read the CPU affinity")?;
         if self == Placement::OneCpu {
-            // SAFETY: a cpu_set_t is plain bits, for which all zeroes is the empty set.
-            let mut one: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-            // SAFETY: CPU_ISSET and CPU_SET stay inside the set for indices below CPU_SETSIZE.
-            unsafe {
-                // The last CPU allowed: the first serves most interrupts.
-                let last = (0..libc::CPU_SETSIZE as usize).rev().find(|cpu| libc::CPU_ISSET(*cpu, &before));
-                libc::CPU_SET(last.context("no CPU allowed")?, &mut one);
-            }
-            set_affinity(&one).context("cannot set the CPU affinity")?;
+            // The last CPU allowed: the first serves most interrupts.
+            let last = (0..CpuSet::count()).rev().find(|cpu| before.is_set(*cpu) == Ok(true));
+            let mut one = CpuSet::new();
+            one.set(last.context("no CPU allowed")?)?;
+            sched_setaffinity(THIS, &one).context("cannot set the CPU affinity")?;
         }
         Ok(Entered(before))
     }
@@ -48,22 +48,8 @@ impl Placement {
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        if let Err(error) = set_affinity(&self.0) {
+        if let Err(error) = sched_setaffinity(THIS, &self.0) {
             eprintln!("bench: cannot restore the CPU affinity: {error}");
         }
     }
-}
-
-fn affinity() -> io::Result<libc::cpu_set_t> {
-    // SAFETY: as in `enter`.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: `set` is valid for writes of the size given; pid 0 is this thread.
-    let answer = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) };
-    if answer == 0 { Ok(set) } else { Err(io::Error::last_os_error()) }
-}
-
-fn set_affinity(set: &libc::cpu_set_t) -> io::Result<()> {
-    // SAFETY: `set` is valid for reads of the size given; pid 0 is this thread.
-    let answer = unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set) };
-    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

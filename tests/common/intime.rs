@@ -100,23 +100,6 @@ pub fn read_in_time(pipe: Option<impl Read + Send + 'static>) -> String {
     in_time("the end of a pipe", || std::io::read_to_string(pipe).expect("text"))
 }
 
-/// How often something is tried that the machine itself may spoil.
-const TRIES: usize = 10;
-
-/// What holds as long as the machine does not stand still, which it may for seconds at any moment: shown by one of several
-/// tries. A fault of ours spoils each of them; of one that was spoilt, the words say how.
-#[track_caller]
-pub fn shown_once(what: &str, mut attempt: impl FnMut() -> Result<(), String>) {
-    let mut spoilt = Vec::new();
-    while spoilt.len() < TRIES {
-        match attempt() {
-            Ok(()) => return,
-            Err(how) => spoilt.push(how),
-        }
-    }
-    panic!("{what}, in none of {TRIES} tries: {spoilt:?}");
-}
-
 /// The children of a process, or only those of one of its threads.
 fn children_of(process: Pid, thread: Option<Pid>) -> Vec<Pid> {
     let tasks = match thread {

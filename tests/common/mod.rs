@@ -23,7 +23,9 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 #[allow(unused_imports, reason = "not every test program uses all of it")]
-pub use intime::{CutOff, InTime, end, in_time, read_in_time, shown_once};
+pub use intime::{CutOff, InTime, end, in_time, read_in_time};
+#[allow(unused_imports, reason = "not every test program uses all of it")]
+pub use luck::shown_once;
 
 /// The binary under test.
 pub const LEASEFS: &str = env!("CARGO_BIN_EXE_leasefs");

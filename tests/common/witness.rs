@@ -5,14 +5,15 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::time::{ClockId, clock_gettime};
+use nix::unistd::Pid;
 
 /// A bystander's sleep.
 const NAP: Duration = Duration::from_millis(2);
@@ -102,46 +103,13 @@ fn merged(mut stalls: Stalls) -> Stalls {
 
 /// The processors that this program may run on.
 fn processors() -> Vec<usize> {
-    // SAFETY: all-zero is an empty set, and the kernel fills it up to the length that it is told.
-    let allowed = unsafe {
-        let mut allowed: libc::cpu_set_t = std::mem::zeroed();
-        libc::sched_getaffinity(0, size_of_val(&allowed), &mut allowed);
-        allowed
-    };
-    // SAFETY: each number is within the set.
-    (0..libc::CPU_SETSIZE as usize).filter(|at| unsafe { libc::CPU_ISSET(*at, &allowed) }).collect()
+    let allowed = sched_getaffinity(Pid::from_raw(0)).expect("a set");
+    (0..CpuSet::count()).filter(|at| allowed.is_set(*at).expect("it is within the set")).collect()
 }
 
 /// Keeps this thread on a processor, if that can be done.
 fn stay_on(processor: usize) {
-    // SAFETY: all-zero is an empty set, the number is within it, and the set outlives the call.
-    unsafe {
-        let mut only: libc::cpu_set_t = std::mem::zeroed();
-        libc::CPU_SET(processor, &mut only);
-        libc::sched_setaffinity(0, size_of_val(&only), &only);
-    }
-}
-
-/// Plays something in which leases of so long run out or are kept. Where it fails and the machine stood still meanwhile, for
-/// so long that whoever has to end its work before the lease may have been late, it says nothing: then it is played again,
-/// with leases of twice the time.
-#[track_caller]
-pub fn in_peace(mut ttl: Duration, play: impl Fn(Duration)) {
-    for is_last in [false, false, false, true] {
-        let witness = Witness::start(&std::env::temp_dir());
-        let played = catch_unwind(AssertUnwindSafe(|| play(ttl)));
-        let stood_still = Duration::from_nanos(witness.stop().iter().map(|(from, to)| to - from).sum());
-        match played {
-            Ok(()) => return,
-            // `leasefs run` has its command dead by a tenth of the TTL before the end.
-            Err(failure) if is_last || stood_still < ttl / 20 => resume_unwind(failure),
-            Err(_) => eprintln!("the machine stood still for {stood_still:?}: once more with twice {ttl:?}"),
-        }
-        ttl *= 2;
-    }
-}
-
-/// A time as a TTL is written.
-pub fn ttl(time: Duration) -> String {
-    format!("{}ms", time.as_millis())
+    let mut only = CpuSet::new();
+    only.set(processor).expect("it is within the set");
+    let _ = sched_setaffinity(Pid::from_raw(0), &only);
 }

@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use common::agent::{Agent, Fd, Script, Stray, count, has_ended, runs};
-use common::witness::{in_peace, ttl};
+use common::luck::{in_peace, shown};
 use common::{Background, InTime, LEASEFS, Mount, assert_ok, stdout, stop, wait_for};
 
 /// filelock 634: a child that inherited the lock object released the parent's lock when it was garbage-collected.
@@ -293,7 +293,7 @@ fn the_child_is_dead_before(time: Duration) {
     let mount = Mount::new();
     let deaf =
         r#"trap '' TERM; setsid sh -c 'echo $$ >>"$SEEN"; exec sleep 1000' & echo $$ >>"$SEEN"; exec sleep 1000"#;
-    let (mut run, processes) = start_run(&mount, &["--ttl", &ttl(time)], deaf, 2);
+    let (mut run, processes) = start_run(&mount, &["--ttl", &shown(time)], deaf, 2);
     let next = Agent::new();
     let look = "
 fd = os.open(path, os.O_RDWR)

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::witness::{in_peace, ttl};
+use crate::common::luck::{in_peace, shown};
 use crate::common::{LEASEFS, Mount, Stopped, assert_ok, wait_for};
 use crate::{Next, Run, set_ttl};
 
@@ -18,7 +18,7 @@ fn a_runner_frozen_past_its_ttl_has_no_command_when_the_next_begins() {
     in_peace(Duration::from_secs(1), |time| {
         let mount = Mount::new();
         for round in 1..=8u64 {
-            let mut run = Run::script(&mount, &["--ttl", &ttl(time)], DEAF, 2);
+            let mut run = Run::script(&mount, &["--ttl", &shown(time)], DEAF, 2);
             let next = Next::in_line(&mount, "job", &run.pids());
             run.runner.signal("STOP");
             assert_eq!(next.found_alive(), [0; 0], "round {round}");
@@ -37,7 +37,7 @@ fn the_command_gets_term_in_time_to_tidy_up() {
     in_peace(Duration::from_secs(2), |time| {
         let mount = Mount::new();
         let tidy = r#"trap 'cat "$LEASEFS_ROOT/status/job" >"$SEEN.tidy"; exit' TERM; echo $$ >>"$SEEN"; while :; do sleep 0.01; done"#;
-        let mut run = Run::script(&mount, &["--ttl", &ttl(time)], tidy, 1);
+        let mut run = Run::script(&mount, &["--ttl", &shown(time)], tidy, 1);
         run.runner.signal("STOP");
         wait_for("the command has tidied up", || run.living().is_empty());
         let seen = std::fs::read_to_string(run.seen.with_extension("tidy")).expect("it has tidied up");
@@ -52,7 +52,7 @@ fn the_command_gets_term_in_time_to_tidy_up() {
 fn a_runner_whose_tree_does_not_answer_has_no_command_when_the_next_begins() {
     in_peace(Duration::from_secs(1), |time| {
         let mount = Mount::new();
-        let mut run = Run::script(&mount, &["--ttl", &ttl(time)], DEAF, 2);
+        let mut run = Run::script(&mount, &["--ttl", &shown(time)], DEAF, 2);
         let next = Next::in_line(&mount, "job", &run.pids());
         let stopped = Stopped::these(&[mount.server_pid().expect("a server")]);
         wait_for("the command is dead", || run.living().is_empty());
@@ -67,7 +67,7 @@ fn a_runner_whose_tree_does_not_answer_has_no_command_when_the_next_begins() {
 fn a_tree_that_does_not_say_what_it_has_woken_the_guard_for_does_not_hold_it_up() {
     in_peace(Duration::from_secs(2), |time| {
         let mount = Mount::new();
-        let mut run = Run::script(&mount, &["--ttl", &ttl(time)], DEAF, 2);
+        let mut run = Run::script(&mount, &["--ttl", &shown(time)], DEAF, 2);
         let guard = Stopped::these(&[run.guard()]);
         let next = Next::in_line(&mount, "job", &run.pids());
         let server = Stopped::these(&[mount.server_pid().expect("a server")]);
@@ -94,7 +94,7 @@ fn shortened_while_frozen(time: Duration) {
         wait_for("the command's processes are there", || run.pids().len() == 2);
         let next = Next::in_line(&mount, key, &run.pids());
         run.runner.signal("STOP");
-        set_ttl(&mount, key, &ttl(time));
+        set_ttl(&mount, key, &shown(time));
         assert_eq!(next.found_alive(), [0; 0], "{args:?}");
         assert_eq!(mount.status(key)["outcome"], "expired", "{args:?}");
         run.runner.signal("CONT");
@@ -111,7 +111,7 @@ fn a_command_goes_on_where_the_ttl_is_made_longer_again_while_its_runner_is_froz
         let mount = Mount::new();
         let mut run = Run::script(&mount, &["--ttl", "1d"], DEAF, 2);
         run.runner.signal("STOP");
-        set_ttl(&mount, "job", &ttl(time));
+        set_ttl(&mount, "job", &shown(time));
         set_ttl(&mount, "job", "1h");
         let until = Instant::now() + time + Duration::from_secs(1);
         wait_for("the shorter TTL is over", || {
@@ -166,7 +166,7 @@ fn a_command_that_renews_itself_goes_on_although_its_runner_is_frozen() {
         // For two TTLs.
         let renews = r#"echo $$ >>"$SEEN"; i=0; while [ $i -lt 20 ]; do "$LEASEFS" renew job || exit 9; i=$((i + 1)); sleep $PAUSE; done; exit 4"#;
         let script = format!("LEASEFS={LEASEFS} PAUSE={}; {renews}", time.as_secs_f64() / 10.0);
-        let mut run = Run::script(&mount, &["--ttl", &ttl(time)], &script, 1);
+        let mut run = Run::script(&mount, &["--ttl", &shown(time)], &script, 1);
         run.runner.signal("STOP");
         wait_for("the command has ended", || run.living().is_empty());
         run.runner.signal("CONT");

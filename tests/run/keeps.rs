@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use crate::common::witness::{in_peace, ttl};
+use crate::common::luck::{in_peace, shown};
 use crate::common::{InTime, Mount, assert_ok, stdout, wait_for};
 use crate::{Next, Run, set_ttl};
 
@@ -30,7 +30,7 @@ fn let_go(run: &Run) {
 fn the_command_of_a_killed_runner_keeps_the_key_until_it_ends() {
     in_peace(Duration::from_secs(1), |time| {
         let mount = Mount::new();
-        let mut run = Run::script(&mount, &["--child-keeps", "--ttl", &ttl(time)], PATIENT, 1);
+        let mut run = Run::script(&mount, &["--child-keeps", "--ttl", &shown(time)], PATIENT, 1);
         let next = Next::in_line(&mount, "job", &run.pids());
         run.runner.signal("KILL");
         assert_eq!(run.code(), None);
@@ -48,7 +48,7 @@ fn the_command_of_a_killed_runner_keeps_the_key_until_it_ends() {
 fn the_command_of_a_killed_guard_goes_on_as_before() {
     in_peace(Duration::from_secs(1), |time| {
         let mount = Mount::new();
-        let mut run = Run::script(&mount, &["--child-keeps", "--ttl", &ttl(time)], PATIENT, 1);
+        let mut run = Run::script(&mount, &["--child-keeps", "--ttl", &shown(time)], PATIENT, 1);
         let next = Next::in_line(&mount, "job", &run.pids());
         run.kill_guard();
         assert_kept(&mount, &next, time);
@@ -162,7 +162,7 @@ fn shortened_meanwhile(time: Duration) {
             "guard" => run.kill_guard(),
             _ => {}
         }
-        set_ttl(&mount, "job", &ttl(time));
+        set_ttl(&mount, "job", &shown(time));
         let until = Instant::now() + 3 * time;
         wait_for("three TTLs pass", || {
             let status = mount.status("job");

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::common::agent::{Script, Stray, has_ended};
-use crate::common::witness::{in_peace, ttl};
+use crate::common::luck::{in_peace, shown};
 use crate::common::{LEASEFS, Mount, PATIENCE, Stopped, wait_for};
 use crate::{is_stopped, lines};
 
@@ -149,7 +149,7 @@ fn a_job_that_is_stopped_again_at_once_stays_stopped() {
 #[test]
 fn a_job_stopped_past_its_ttl_is_dead_before_the_next_begins() {
     in_peace(Duration::from_secs(2), |time| {
-        let mount = Mount::with(&["--ttl", &ttl(time)]);
+        let mount = Mount::with(&["--ttl", &shown(time)]);
         let mut terminal = Terminal::open(&mount);
         let (runner, _, command) = start(&mut terminal);
         let next = crate::Next::in_line(&mount, "job", &[command]);

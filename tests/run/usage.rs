@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::Run;
 use crate::common::agent::Agent;
-use crate::common::witness::{self, in_peace};
+use crate::common::luck::{in_peace, shown};
 use crate::common::{Background, InTime, LEASEFS, Mount, Stopped, assert_ok, stdout, wait_for};
 
 #[test]
@@ -143,7 +143,7 @@ fn stay_alive(time: Duration) {
     holder.create(&other.claim("other")).expect("free key");
     holder.handle(&other.result("other", 1));
     holder.create(&mount.claim("b")).expect("free key");
-    let ttl = witness::ttl(time);
+    let ttl = shown(time);
     let args = ["run", "--ttl", &ttl, "a", "b", "--", "true"];
     // Declared before, so that on any way out they are waited for when the server goes on.
     let mut looks: Vec<Background> = Vec::new();
