@@ -1,7 +1,10 @@
 //! `leasefs ls` as a table on a terminal and off one; progress of what takes long.
 
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
 use crate::common::agent::{Agent, count};
-use crate::common::{Mount, Stopped, assert_ok, stdout, wait_for};
+use crate::common::{Background, LEASEFS, Mount, Stopped, assert_ok, read_in_time, stdout, wait_for};
 use crate::screen::Screen;
 
 fn heads(text: &str) -> Vec<&str> {
@@ -135,7 +138,7 @@ fn what_takes_over_a_second_says_so_on_a_terminal() {
 }
 
 #[test]
-fn verify_and_backup_say_nothing_of_progress_in_a_pipe() {
+fn nothing_is_said_of_progress_in_a_pipe() {
     let mount = Mount::new();
     let agent = Agent::new();
     let fd = agent.create(&mount.claim("job")).expect("free");
@@ -147,4 +150,14 @@ fn verify_and_backup_say_nothing_of_progress_in_a_pipe() {
         assert_ok(&output);
         assert_eq!(crate::stderr(&output), "", "{args:?}");
     }
+    // Nor where it takes so long that a terminal would be told.
+    let stopped = Stopped::these(&[mount.server_pid().expect("a server")]);
+    let mut ls = mount.command(LEASEFS);
+    let mut ls = Background(ls.arg("ls").stderr(Stdio::piped()).spawn().expect("leasefs runs"));
+    let began = Instant::now();
+    wait_for("it has taken over a second", || began.elapsed() > Duration::from_millis(1_500));
+    assert!(ls.0.try_wait().expect("a child").is_none(), "it waits for the tree");
+    drop(stopped);
+    assert!(ls.wait().success());
+    assert_eq!(read_in_time(ls.0.stderr.take()), "");
 }
