@@ -43,10 +43,10 @@ fn the_session_it_was_claimed_from_is() {
     // The names have to be the same, also where there is none.
     for (claimed, named) in [("--agent planner", "--agent other"), ("--agent planner", ""), ("", "--agent other")] {
         let script = format!("leasefs claim fresh{claimed:.3} {claimed} && leasefs release fresh{claimed:.3} {named}");
-        assert_eq!(tools.elsewhere(&script).status.code(), Some(2), "{script}");
+        assert_refused(&tools.elsewhere(&script), 2, &["fresh", "give --epoch 1"]);
     }
     // And the session has to be that one: this number belongs to another process by now.
-    assert_eq!(tools.mount.state_of("fresh"), "held");
+    assert_eq!((tools.mount.state_of("fresh"), tools.mount.state_of("fresh--a")), ("held".into(), "held".into()));
     assert_refused(&tools.elsewhere("leasefs release fresh"), 2, &["fresh", "give --epoch 1"]);
 }
 

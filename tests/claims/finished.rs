@@ -59,8 +59,11 @@ fn a_key_that_was_resumed_and_released_without_a_result_is_free() {
     agent.flock(fd, LOCK_EX).expect("finished key");
     agent.close(fd);
     let status = mount.status("k");
-    assert_eq!(status["outcome"], "released");
+    assert_eq!((status["state"].as_str(), status["outcome"].as_str()), (Some("free"), Some("released")));
     assert_eq!(status["result"]["epoch"], 1, "the older result is still the newest one");
+    assert!(!mount.claim("k").exists(), "a free key has no file");
+    let fd = agent.create(&mount.claim("k")).expect("free key");
+    assert_eq!(agent.epoch(fd), Ok(3));
 }
 
 #[test]

@@ -76,6 +76,10 @@ fn verify_keeps_up_with_a_busy_tree() {
         assert_ok(&mount.leasefs(&["verify"]));
         busy.0.try_wait().expect("wait").is_some()
     });
+    // It was one: each of its claims was granted.
+    let claims = (0..7).map(|key| mount.status(&format!("k{key}"))["epoch"].as_u64().expect("an epoch"));
+    assert_eq!(claims.sum::<u64>(), 300);
+    assert_ok(&mount.leasefs(&["verify"]));
 }
 
 #[test]

@@ -74,7 +74,7 @@ fn ls_tells_of_namespaces_it_may_not_read() {
 const CHURN: &str = "
 import contextlib, fcntl, os, select, sys
 claims = os.environ['M'] + '/claims'
-number = 0
+number = removed = 0
 while not select.select([sys.stdin], [], [], 0)[0]:
     namespace = f'{claims}/n{number % 3}'
     with contextlib.suppress(FileExistsError):
@@ -85,9 +85,11 @@ while not select.select([sys.stdin], [], [], 0)[0]:
         os.close(handle)
     with contextlib.suppress(OSError):
         os.rmdir(namespace)
+        removed += 1
     number += 1
     if number == 1:
         print(flush=True)
+sys.exit(removed == 0)
 ";
 
 #[test]

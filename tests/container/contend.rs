@@ -121,7 +121,8 @@ fn a_child_in_a_container_keeps_what_its_parent_had_and_commits() {
     mount.wait_status("k", "done", |status| status["state"] == "finished");
     // A writer in a container that is killed leaves nothing.
     one.must("exec 9<>$M/claims/other; flock -n 9; exec 9>&-");
-    two.must("bash -c 'exec 7>$M/results/other/1; echo half >&7; kill -KILL $$' || true");
+    let killed = two.ask("bash -c 'exec 7>$M/results/other/1; echo half >&7; kill -KILL $$'");
+    assert_eq!(killed.0, 137, "it had its result open: {}", killed.1);
     assert!(!mount.result("other", 1).exists(), "it was killed");
     assert_eq!(mount.status("other")["outcome"], "released");
     mount.verify();

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::common::agent::{Agent, Fd};
 use crate::common::luck::{in_luck, longer, shown};
-use crate::common::{Mount, PATIENCE};
+use crate::common::{Mount, PATIENCE, assert_ok};
 use crate::{millis, wait_until};
 
 /// Does something 20 ms after the last renewal, and gives the status before and after.
@@ -57,7 +57,7 @@ fn looking_does_not_renew() {
         assert_eq!(other.flock(handle, LOCK_EX | LOCK_NB), Err(Errno::EAGAIN));
         assert_eq!(other.create(&path), Err(Errno::EEXIST));
         assert_eq!(other.write(handle, "x"), Err(Errno::EACCES));
-        mount.bash("cat $M/claims/k $M/status/k; ls -l $M/claims; stat $M/claims/k");
+        assert_ok(&mount.bash("cat $M/claims/k $M/status/k && ls -l $M/claims && stat $M/claims/k"));
     });
     assert_eq!(after, before);
 }

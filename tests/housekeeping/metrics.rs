@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::process::Command;
 
 use libc::{LOCK_EX, LOCK_NB, LOCK_SH};
 use nix::errno::Errno;
 
 use crate::common::agent::Agent;
-use crate::common::{Mount, assert_ok, wait_for};
+use crate::common::{InTime, LEASEFS, Mount, assert_ok, stdout, wait_for};
 use crate::{complete, release};
 
 /// All samples, by name with labels.
@@ -82,6 +83,14 @@ impl Metrics {
         }
     }
 
+    /// Whether there is a sample of this family.
+    fn has(&self, family: &str) -> bool {
+        self.0.keys().any(|sample| {
+            let bare = sample.split('{').next().expect("a name");
+            ["", "_bucket"].iter().any(|suffix| bare.strip_suffix(suffix) == Some(family))
+        })
+    }
+
     #[track_caller]
     fn get(&self, name: &str) -> f64 {
         *self.0.get(name).unwrap_or_else(|| panic!("no {name} in {:?}", self.0.keys()))
@@ -119,6 +128,12 @@ fn a_tree_that_was_never_used_has_them_all() {
         assert!(is_ours || *value == 0.0, "{name} is {value}");
     }
     assert!(metrics.get("leasefs_state_free_bytes") > 1e6);
+    let help = Command::new(LEASEFS).args(["help", "metrics"]).output_in_time();
+    assert_ok(&help);
+    let text = stdout(&help);
+    let told = text.lines().filter_map(|line| line.strip_prefix("  ").filter(|name| name.starts_with("leasefs_")));
+    let missing: Vec<&str> = told.clone().filter(|name| !metrics.has(name)).collect();
+    assert!(told.count() > 10 && missing.is_empty(), "{missing:?}");
 }
 
 #[test]

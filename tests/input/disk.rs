@@ -117,10 +117,11 @@ fn a_lease_held_when_the_disk_fills_is_neither_lost_nor_stuck() {
     let answer = other.create(&served.claim("held"));
     assert!(matches!(answer, Ok(_) | Err(Errno::ENOSPC)), "{answer:?}");
     fs::remove_file(ballast).expect("ballast");
-    if answer.is_err() {
-        let fd = other.create(&served.claim("held")).expect("free, and there is room");
-        assert_eq!(other.epoch(fd), Ok(2));
-    }
+    let fd = match answer {
+        Ok(fd) => fd,
+        Err(_) => other.create(&served.claim("held")).expect("free, and there is room"),
+    };
+    assert_eq!(other.epoch(fd), Ok(2));
     drop((holder, other));
     served.end();
 }

@@ -112,7 +112,7 @@ fn one_inside_the_mount() {
     assert_not_mounted(&place.mnt());
     assert_eq!(fs::read_dir(place.mnt()).expect("mountpoint").count(), 0, "nothing was put there");
     let output = place.mount_at(&place.mnt(), &place.mnt(), &[]);
-    assert!(!output.status.success(), "the mountpoint itself");
+    assert_refused(&output, &place.mnt(), &[&["inside", "itself", "mountpoint"]]);
     assert_not_mounted(&place.mnt());
     // The same by another name.
     symlink(place.mnt(), place.path("link")).expect("symlink");
@@ -146,7 +146,7 @@ fn one_that_is_served_already() {
     // By another name as well.
     symlink(mount.state(), place.path("link")).expect("symlink");
     let output = place.mount_at(&place.mnt(), &place.path("link"), &[]);
-    assert!(!output.status.success());
+    assert_refused(&output, &mount.state(), &[&["already", "in use", "another", "served"]]);
     assert_not_mounted(&place.mnt());
     assert_eq!(agent.epoch(fd), Ok(1), "the first server goes on");
     let other = Agent::new();

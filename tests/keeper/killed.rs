@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
+use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -41,7 +42,7 @@ fn another_server_serves_the_same_mount() {
         assert_eq!(mount.state_of("held"), "held");
         assert_eq!(agent.epoch(fd), Ok(1));
         let other = Agent::new();
-        assert!(other.create(&mount.claim("held")).is_err(), "nobody else gets it");
+        assert_eq!(other.create(&mount.claim("held")), Err(Errno::EEXIST), "nobody else gets it");
         let fresh = other.create(&mount.claim(&format!("fresh{starts}"))).expect("new claims work");
         assert_eq!(other.epoch(fresh), Ok(1));
     }

@@ -54,11 +54,7 @@ fn locks_are_asked_again_on_every_kernel() {
         let mut waiters: Vec<Waiter> = (0..8).map(|_| Waiter::new(&place, "k")).collect();
         wait_for("all wait", || waiting(&place, "k") == 8);
         place.kill_server();
-        if options.is_empty() {
-            wait_for("they are asked again", || handled_again(&place) >= 8);
-        } else {
-            wait_for("they are asked again", || handled_again(&place) >= 8);
-        }
+        wait_for("they are asked again", || handled_again(&place) >= 8);
         holder.close(fd);
         drop(holder);
         wait_for("they end: nobody hangs", || waiters.iter_mut().all(Waiter::has_ended));

@@ -74,7 +74,8 @@ fn another_states_in_its_place_is_not_touched() {
     other.mount();
     let holder = Agent::new();
     holder.create(&tree.claim("k")).expect("free in the other tree");
-    assert!(!mount_by_hand(&tree.root(), &tree.state()).status.success());
+    let output = mount_by_hand(&tree.root(), &tree.state());
+    assert!(!output.status.success() && said(&output).contains("is already a leasefs mount"), "{}", said(&output));
     assert_eq!(tree.state_of("k"), "held");
 
     tree.lose_connection();
@@ -114,7 +115,8 @@ fn what_is_mounted_over_it_is_not_touched() {
 fn a_living_one_is_not_touched() {
     let tree = Mount::new();
     let (holder, fd) = Agent::holding(&tree.claim("k"));
-    assert!(!mount_by_hand(&tree.root(), &tree.state()).status.success());
+    let output = mount_by_hand(&tree.root(), &tree.state());
+    assert!(!output.status.success() && said(&output).contains("is already a leasefs mount"), "{}", said(&output));
     assert_eq!(holder.epoch(fd), Ok(1));
     assert_eq!(mounted_on(&tree.root()), 1);
 }

@@ -28,7 +28,7 @@ fn assert_kept_until_dead(tree: &Lost, holder: &Agent, why: &str) {
 #[test]
 fn whoever_may_be_alive_keeps_the_key() {
     let mut tree = Lost::with(&["--allow-other"]);
-    let (alive, _) = Agent::holding(&tree.claim("alive"));
+    let (alive, fd_of_alive) = Agent::holding(&tree.claim("alive"));
     let (frozen, _) = Agent::holding(&tree.claim("frozen"));
     frozen.signal(Signal::SIGSTOP);
     let other_uid = Agent::user(1234, 1234, &[]);
@@ -70,15 +70,15 @@ fn whoever_may_be_alive_keeps_the_key() {
     assert!(status.contains("orphaned") && status.contains(&named(&alive)), "{status}");
 
     // Whoever lets go of its handle by closing it, lets go of the key: it need not die.
-    alive.call("close", json!([0])).ok();
+    alive.close(fd_of_alive);
     for agent in [&frozen, &other_uid, &locker, &grandchild] {
         agent.kill();
     }
     drop(inside);
-    alive.kill();
     for key in ["alive", "frozen", "other-uid", "locked", "inherited", "other-namespace"] {
         assert_eq!(tree.wait_lost(key), 2, "{key}");
     }
+    assert!(alive.is_alive());
     tree.verify();
 }
 
@@ -286,5 +286,5 @@ fn another_trees_key_of_the_same_number_is_another_key() {
     tree.wait_why("k", &named(&holder));
     holder.kill();
     assert_eq!(tree.wait_lost("k"), 2);
-    wait_for("the other's lease is not touched", || other.state_of("k") == "held");
+    assert_eq!(other.state_of("k"), "held", "the other's lease is not touched");
 }

@@ -131,6 +131,9 @@ fn the_ttl_ends_it_counted_from_the_loss() {
         let ttl = longer(Duration::from_millis(1500), attempt);
         let mut tree = Lost::with(&["--ttl", &shown(ttl)]);
         let (_alive, _) = sharer(&tree, "k");
+        // So that it makes a difference what it is counted from.
+        let shared = Instant::now();
+        wait_for("a part of the TTL passes", || shared.elapsed() >= ttl / 4);
         let before = Instant::now();
         tree.lose_and_mount();
         let told = ask(&tree, "k");

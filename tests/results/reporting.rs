@@ -31,7 +31,7 @@ fn every_form_of_claim_is_refused_while_a_draft_is_open() {
     assert_eq!(other.flock(handle, LOCK_SH | LOCK_NB), Err(Errno::EAGAIN));
     assert_eq!(other.lock(handle, libc::F_SETLK, libc::F_WRLCK), Err(Errno::EAGAIN));
     assert_eq!(other.lock(handle, libc::F_OFD_SETLK, libc::F_WRLCK), Err(Errno::EAGAIN));
-    assert!(other.unlink(&path).is_err(), "nor does rm end it");
+    assert_eq!(other.unlink(&path), Err(Errno::EBUSY), "nor does rm end it");
     parent.write(draft, "late, but in time").expect("registered attempt");
     parent.close(draft);
     assert_eq!(mount.state_of("k"), "finished");
@@ -67,8 +67,15 @@ fn fsync_lets_the_next_in_only_once_the_draft_is_closed() {
     parent.write(draft, "x").expect("registered attempt");
     assert_eq!(parent.fsync(draft), Ok(()));
     assert_eq!(mount.status("k")["outcome"], "completed");
+    // A finished key is one that anybody may lock.
+    let next = Agent::new();
+    let handle = next.handle(&mount.claim("k"));
+    assert_eq!(next.flock(handle, LOCK_EX | LOCK_NB), Err(Errno::EAGAIN), "committed, but not closed");
+    assert_eq!(mount.state_of("k"), "reporting");
     parent.close(draft);
     assert_eq!(mount.state_of("k"), "finished");
+    assert_eq!(next.flock(handle, LOCK_EX | LOCK_NB), Ok(()));
+    assert_eq!(next.epoch(handle), Ok(2));
 }
 
 #[test]

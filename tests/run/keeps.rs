@@ -113,6 +113,8 @@ fn a_handle_is_inherited_when_asked_for_and_only_then() {
         .args(["run", "job", "--", "sh", "-c", open])
         .output_in_time();
     assert_eq!(stdout(&nested), "0\nfd=none\n");
+    let asked = mount.leasefs(&["run", "--inherit", "job", "--", "sh", "-c", open]);
+    assert!(stdout(&asked).starts_with("1\n") && !stdout(&asked).contains("none"), "{asked:?}");
 
     let note = r#"for fd in $LEASEFS_FD; do readlink /proc/self/fd/$fd; echo "note $fd" >&$fd; done
         grep -o '"note":"note [0-9]*' $LEASEFS_ROOT/status/[ab] | wc -l"#;

@@ -4,6 +4,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use libc::{LOCK_EX, LOCK_NB};
+use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -37,7 +38,7 @@ fn a_person_reads_what_happens_to_whom() {
     assert_eq!(words[0].len(), "12:00:00.000".len(), "{line}");
     assert_ok(&mount.leasefs(&["evict", "job", "--epoch", "1"]));
     assert!(script.line().is_some_and(|line| line.contains("evicted      job  epoch 1")));
-    assert!(agent.write(fd, "late").is_err());
+    assert_eq!(agent.write(fd, "late"), Err(Errno::ESTALE));
     assert!(script.line().is_some_and(|line| line.contains("stale        job")));
     let mut script = script;
     assert!(script.wait().success(), "after three");
@@ -107,7 +108,7 @@ for _ in range(17000):
     except BlockingIOError: pass
 ";
     let fd = other.handle(&mount.claim("k"));
-    assert!(other.flock(fd, LOCK_EX | LOCK_NB).is_err());
+    assert_eq!(other.flock(fd, LOCK_EX | LOCK_NB), Err(Errno::EAGAIN));
     other.script(refused, json!({ "fd": fd })).expect("refused each time");
     script.signal(Signal::SIGCONT);
     let line = script.line().expect("a line");

@@ -89,7 +89,7 @@ fn status_history_and_events_have_the_documented_fields_and_no_others() {
     let held = agent.create(&mount.claim("held")).expect("free key");
     agent.write(held, "a note").expect("holder");
     let name = format!("setfattr -n user.lease.agent -v builder {}", mount.claim("held").display());
-    let _ = mount.bash(&name);
+    assert_ok(&mount.bash(&name));
     let waiting = mount.spawn_bash("exec flock $M/claims/held true");
     let sharing = mount.spawn_bash("exec flock -s $M/claims/held true");
     mount.wait_status("held", "two wait", |status| status["waiters"] == 2);

@@ -86,9 +86,9 @@ impl Machine {
         self.podman().args(["exec", "machine", "timeout", "60", "bash", "-c", script]).output_in_time()
     }
 
-    /// Runs one that must succeed, and gives what it printed.
+    /// Runs one of which every command must succeed, and gives what it printed.
     pub fn ok(&self, script: &str) -> String {
-        let output = self.run(script);
+        let output = self.run(&format!("set -e; {script}"));
         assert!(output.status.success(), "{script}: {output:?}\n{}", self.journal());
         stdout(&output)
     }
