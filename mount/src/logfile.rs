@@ -134,7 +134,7 @@ impl LogFile {
     /// Writes a line under the file's lock, so that no other process writes, or puts the file aside, between the look at
     /// its length and the writing.
     fn append(&mut self, line: &[u8]) -> io::Result<()> {
-        let mut lock = self.lock()?;
+        let mut lock = self.lock();
         // What it goes on in may have been filled meanwhile.
         for _ in 0..3 {
             let is_there = self.is_by_name()?;
@@ -143,7 +143,7 @@ impl LogFile {
             }
             drop(lock);
             self.reopen();
-            lock = self.lock()?;
+            lock = self.lock();
         }
         // Where it could not be put aside, it must not grow for ever either.
         if self.has_room(line, 2 * LIMIT)? {
@@ -153,23 +153,23 @@ impl LogFile {
         Ok(())
     }
 
-    /// The file's lock; none while another process keeps it. That one may have been stopped, so it is waited for once, and
-    /// not for long.
-    fn lock(&mut self) -> io::Result<Option<Flock<File>>> {
+    /// The file's lock; none while another process keeps it, and where there is none to be had: a process that has no more
+    /// descriptors has to say so. The other one may have been stopped, so it is waited for once, and not for long.
+    fn lock(&mut self) -> Option<Flock<File>> {
         let until = Instant::now() + self.patience;
-        let mut file = self.file.try_clone()?;
+        let mut file = self.file.try_clone().ok()?;
         loop {
             match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => {
                     self.patience = PATIENCE;
-                    return Ok(Some(lock));
+                    return Some(lock);
                 }
                 Err((back, Errno::EWOULDBLOCK)) if Instant::now() < until => file = back,
                 Err((_, Errno::EWOULDBLOCK)) => {
                     self.patience = Duration::ZERO;
-                    return Ok(None);
+                    return None;
                 }
-                Err((_, error)) => return Err(error.into()),
+                Err(_) => return None,
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn whoever_was_stopped_with_the_lock_holds_nobody_up() {
         let dir = tempfile::tempdir().expect("directory");
-        let _stopped = open(dir.path()).lock().expect("lock").expect("free");
+        let _stopped = open(dir.path()).lock().expect("free");
         let mut other = open(dir.path());
         (0..3).for_each(|_| other.append(b"line\n").expect("written"));
         assert_eq!(length(dir.path(), LOG), 15);

@@ -35,7 +35,7 @@ mod sight;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use leasefs::KeyId;
 use leasefs::engine::Orphaned;
@@ -54,6 +54,8 @@ const FIRST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(10);
 /// The same where it found nobody, but something on its way, which may be there at the next look.
 const PASSING: Duration = Duration::from_secs(1);
+/// What is on its way may be so for hours: no more of the time than one part in so many is spent looking.
+const SHARE: u32 = 10;
 /// Looks in a row that find nothing, where no process or thread began during the last.
 const QUIET_LOOKS: u32 = 2;
 /// Looks in a row that find nothing, whatever began.
@@ -81,7 +83,9 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
         }
         let name = |key| shared.engine.view(key, |entry, _| entry.key.split().1.to_owned()).unwrap_or_default();
         let asked = orphans.iter().map(|(key, _)| (Node::Claim(*key).ino().0, name(*key))).collect();
+        let began = Instant::now();
         let look = look::look(&asked, connections);
+        let passing = PASSING.max(began.elapsed() * SHARE);
         nobody.retain(|orphan, _| orphans.contains(orphan));
         let mut longest = LONGEST;
         for (key, orphaned) in orphans {
@@ -94,7 +98,7 @@ pub fn look_after(shared: &Shared, connections: &Connections) {
             };
             nobody.remove(&(key, orphaned));
             if look.is_held_in_passing(Node::Claim(key).ino().0) {
-                longest = PASSING;
+                longest = passing;
             }
             shared.engine.explain_orphan(key, orphaned, &why);
         }

@@ -101,6 +101,19 @@ fn an_order_that_comes_late_is_carried_out_and_nobody_waits_for_it() {
     place.unmount();
 }
 
+/// There is a limit to them, and whoever is one too many is told, and not left to believe that it was done.
+#[test]
+fn one_too_many_that_says_nothing_is_refused_until_another_has_gone() {
+    let mut place = Place::mount_copy();
+    let connect = || UnixStream::connect(place.state().join("keeper.sock")).expect("the keeper listens");
+    let silent: Vec<UnixStream> = (0..16).map(|_| connect()).collect();
+    let answer = read_in_time(Some(connect()));
+    assert!(answer.starts_with("refused: 16 others"), "{answer}");
+    drop(silent);
+    assert_ok(&upgrade(&place));
+    place.unmount();
+}
+
 #[test]
 fn a_handover_of_another_protocol_is_refused_in_so_many_words() {
     let script = format!(r#"LEASEFS_HANDOVER='{{"protocol":99,"fds":{{"report":5}}}}' {LEASEFS} serve --check 5>&1"#);

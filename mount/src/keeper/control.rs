@@ -92,10 +92,29 @@ impl Control {
     pub fn next_order(&mut self) -> Option<Requester> {
         self.asking.retain(|asking| asking.since.elapsed() < PATIENCE);
         while let Ok((stream, _)) = self.listener.accept() {
-            if self.asking.len() < MAX_ASKING && stream.set_nonblocking(true).is_ok() {
-                self.asking.push(Asking { stream, said: Vec::new(), since: Instant::now() });
+            if stream.set_nonblocking(true).is_err() {
+                continue;
+            }
+            self.asking.push(Asking { stream, said: Vec::new(), since: Instant::now() });
+            if self.asking.len() <= MAX_ASKING {
+                continue;
+            }
+            // Some may have gone, or said it, since they were heard last.
+            if let Some(requester) = self.hear() {
+                return Some(requester);
+            }
+            if self.asking.len() > MAX_ASKING
+                && let Some(Asking { stream, .. }) = self.asking.pop()
+            {
+                let why = format!("{REFUSED}{MAX_ASKING} others have connected, and not yet said what they want");
+                Requester(Some(stream)).answer(&why);
             }
         }
+        self.hear()
+    }
+
+    /// The first order of those that have connected.
+    fn hear(&mut self) -> Option<Requester> {
         let mut at = 0;
         while let Some(asking) = self.asking.get_mut(at) {
             match asking.hear() {
@@ -135,15 +154,30 @@ impl Requester {
     }
 }
 
-/// Orders an upgrade, and gives the answer.
+/// Orders an upgrade, and gives the answer: an empty one where the keeper hung up.
 ///
 /// # Errors
 /// Where there is no keeper.
 pub fn upgrade(state_dir: &Path) -> Result<String> {
     let dir = std::fs::File::open(state_dir).with_context(|| format!("{}", state_dir.display()))?;
     let mut stream = UnixStream::connect(address(&dir)).context("the keeper cannot be reached")?;
-    stream.write_all(UPGRADE.as_bytes()).context("the keeper")?;
+    // Who has hung up may have said why before, and is no reader of our output that has seen enough.
+    let _ = stream.write_all(UPGRADE.as_bytes());
     let mut answer = String::new();
-    BufReader::new(stream).read_line(&mut answer).context("the keeper")?;
+    let _ = BufReader::new(stream).read_line(&mut answer);
     Ok(answer.trim_end().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_hangs_up_has_not_answered() {
+        let dir = tempfile::tempdir().expect("directory");
+        let listener = UnixListener::bind(dir.path().join(SOCKET)).expect("socket");
+        let hanging_up = std::thread::spawn(move || drop(listener.accept().expect("connected")));
+        assert_eq!(upgrade(dir.path()).expect("it was there"), "");
+        hanging_up.join().expect("thread");
+    }
 }

@@ -43,8 +43,10 @@ pub struct Look {
     /// Why the look proves nothing for any key, in words.
     blind: Option<String>,
     unreadable: Unreadable,
-    /// Descriptors are on their way through a socket of this process, or it has a ring that does not show its files.
-    on_its_way: Option<(u32, &'static str)>,
+    /// Descriptors are on their way through a socket of this process.
+    in_socket: Option<u32>,
+    /// This process has a ring that does not show its files.
+    in_ring: Option<u32>,
     /// No process or thread began while it lasted.
     pub is_quiet: bool,
 }
@@ -65,7 +67,8 @@ impl Look {
         if let Some(blind) = &self.blind {
             return Some(blind.clone());
         }
-        if let Some((pid, by)) = self.on_its_way {
+        let socket = self.in_socket.map(|pid| (pid, "a socket"));
+        if let Some((pid, by)) = socket.or(self.in_ring.map(|pid| (pid, "a ring"))) {
             return Some(format!("an open file is on its way through {by} of pid {pid}, and may be this one"));
         }
         if let Some(error) = &self.unreadable.error {
@@ -76,9 +79,11 @@ impl Look {
         None
     }
 
-    /// Whether nothing but what is on its way stands in the way of a proof for this key.
+    /// Whether nothing but what is on its way through a socket stands in the way of a proof for this key: a ring, or a
+    /// process that cannot be looked into, will be there at the next look as well.
     pub fn is_held_in_passing(&self, ino: u64) -> bool {
-        self.on_its_way.is_some() && self.blind.is_none() && !self.keepers.contains_key(&ino)
+        let is_all_seen = self.blind.is_none() && self.in_ring.is_none() && self.unreadable.error.is_none();
+        self.in_socket.is_some() && is_all_seen && !self.keepers.contains_key(&ino)
     }
 }
 
@@ -204,7 +209,7 @@ impl Looking<'_> {
                 Err(error) => return Err(error),
             };
             if info.in_socket > 0 {
-                self.look.on_its_way.get_or_insert((pid, "a socket"));
+                self.look.in_socket.get_or_insert(pid);
             }
             if link.is_ok_and(|link| link == RING) {
                 self.ring(pid, task, &info);
@@ -224,7 +229,7 @@ impl Looking<'_> {
     /// A ring may have a file that is in no table. It tells names and no numbers, so a file of the name is taken for ours.
     fn ring(&mut self, pid: u32, task: &Path, info: &FdInfo) {
         if !info.is_listed {
-            self.look.on_its_way.get_or_insert((pid, "a ring"));
+            self.look.in_ring.get_or_insert(pid);
         }
         let is_registered = |name: &String| info.in_ring.iter().any(|file| file == name.as_bytes());
         let registered: Vec<u64> =
@@ -348,12 +353,26 @@ mod tests {
     fn what_is_on_its_way_may_be_any_key() {
         let proc = Proc::new();
         proc.open((A, A), 3, "socket:[27]", "ino:\t27\nmnt_id:\t10\nscm_fds: 1\n");
-        let look = proc.look();
-        let why = look.why_held(KEY).expect("it may be this");
+        let why = proc.look().why_held(KEY).expect("it may be this");
         assert!(why.contains("through a socket of pid 50000010"), "{why}");
+    }
+
+    #[test]
+    fn only_what_is_on_its_way_through_a_socket_passes() {
+        let socket = "ino:\t27\nmnt_id:\t10\nscm_fds: 1\n";
+        let proc = Proc::new();
+        proc.open((A, A), 3, "socket:[27]", socket);
+        let mut look = proc.look();
         assert!(look.is_held_in_passing(KEY));
-        proc.open((B, B), 3, "/claims/k", CLAIM);
-        assert!(!proc.look().is_held_in_passing(KEY), "somebody has it");
+        look.unreadable.error = Some(io::Error::from_raw_os_error(libc::EACCES));
+        assert!(!look.is_held_in_passing(KEY), "and somebody cannot be looked into");
+        for (link, info) in [("/claims/k", CLAIM), ("anon_inode:[io_uring]", "ino:\t5\nmnt_id:\t10\nUserBufs:\t0\n")] {
+            let proc = Proc::new();
+            proc.open((A, A), 3, "socket:[27]", socket);
+            proc.open((B, B), 3, link, info);
+            let look = proc.look();
+            assert!(look.why_held(KEY).is_some() && !look.is_held_in_passing(KEY), "{link}");
+        }
     }
 
     #[test]
