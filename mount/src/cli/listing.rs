@@ -79,7 +79,8 @@ pub fn prefix(tree: &Tree, text: &str) -> Result<String> {
 }
 
 /// Reads what others may remove meanwhile, or remove and make again: then what was opened is stale, or to the kernel a bad
-/// inode, and is read anew. None where it is gone; or was not there, as where nothing begins with a prefix.
+/// inode, and is read anew; and so is what the server's replacement cut off, on a kernel that does not resend. None where it
+/// is gone; or was not there, as where nothing begins with a prefix.
 fn unless_gone<T>(read: impl Fn() -> io::Result<T>) -> io::Result<Option<T>> {
     const TRIES: usize = 100;
     let mut tries = 0;
@@ -90,7 +91,8 @@ fn unless_gone<T>(read: impl Fn() -> io::Result<T>) -> io::Result<Option<T>> {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 return Ok(None);
             }
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ESTALE | libc::EIO)) && tries < TRIES => {}
+            Err(error)
+                if matches!(error.raw_os_error(), Some(libc::ESTALE | libc::EIO | libc::EINTR)) && tries < TRIES => {}
             Err(error) => return Err(error),
         }
     }

@@ -177,16 +177,22 @@ fn arguments(pid: i32) -> Option<hold::Args> {
     }
 }
 
-/// Its command line. While it executes itself anew, it has none for an instant.
+/// Its command line. While it executes itself anew, it has none for an instant; and as it is read in parts, the first may be
+/// of what it was and the next of what it is, so it is read until it is the same twice.
 fn command_line(pid: i32) -> Option<Vec<u8>> {
     let until = Instant::now() + EXECUTES_WITHIN;
+    let read = || fs::read(format!("/proc/{pid}/cmdline")).ok();
+    let mut line = read()?;
     loop {
-        let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let again = read()?;
         let is_over = || Instant::now() >= until || fs::read_link(format!("/proc/{pid}/exe")).is_err();
-        if !line.is_empty() || is_over() {
-            return Some(line);
+        if (!again.is_empty() && again == line) || is_over() {
+            return Some(again);
         }
-        thread::sleep(Duration::from_millis(1));
+        if again.is_empty() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        line = again;
     }
 }
 
@@ -242,6 +248,41 @@ mod tests {
         let child = process(&dir, "leasefs-new");
         assert!(!is_kept(child.id(), &taken), "it has not heard that it was told");
         end(child);
+    }
+
+    #[test]
+    fn a_command_line_is_never_put_together_of_two() {
+        const NAMES: [&str; 2] = ["short", "as-long-as-no-first-part-of-what-is-read-can-be-of-it-alone"];
+        // It executes itself anew until its input ends, under one name and the other.
+        let script = format!(
+            "read -t 0 && exit; case $0 in s*) exec -a {} bash -c \"$IT\";; esac; exec -a {} bash -c \"$IT\"",
+            NAMES[1], NAMES[0]
+        );
+        let child = Command::new("bash")
+            .arg0("short")
+            .args(["-c", &script])
+            .env("IT", &script)
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("bash runs");
+        let pid = i32::try_from(child.id()).expect("a pid");
+        let lines = NAMES.map(|name| format!("{name}\0-c\0{script}\0").into_bytes());
+        // Before it is bash, it is a copy of this process.
+        let until = Instant::now() + Duration::from_secs(60);
+        while command_line(pid).is_none_or(|line| !lines.contains(&line)) {
+            assert!(Instant::now() < until, "bash never came up");
+        }
+        let mut seen = [0, 0];
+        let mut others = Vec::new();
+        while others.is_empty() && (seen.iter().sum::<u32>() < 20_000 || seen.contains(&0)) {
+            let line = command_line(pid).expect("it is there");
+            match lines.iter().position(|known| *known == line) {
+                Some(which) => seen[which] += 1,
+                None => others.push(String::from_utf8_lossy(&line).into_owned()),
+            }
+        }
+        end(child);
+        assert!(others.is_empty(), "{others:?}");
     }
 
     #[test]
