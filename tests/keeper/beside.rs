@@ -6,9 +6,9 @@ use std::process::{Child, Command, Stdio};
 
 use nix::sys::signal::Signal;
 
-use crate::common::agent::{Agent, has_ended};
+use crate::common::agent::has_ended;
 use crate::common::{InTime, LEASEFS, assert_ok, read_in_time, wait_for};
-use crate::place::Place;
+use crate::place::{Place, mounts_on};
 
 fn leasefs(command: &str, root: &Path, options: &[&str]) -> Command {
     let mut leasefs = Command::new(LEASEFS);
@@ -16,20 +16,11 @@ fn leasefs(command: &str, root: &Path, options: &[&str]) -> Command {
     leasefs
 }
 
-/// How many mounts are on a path.
-fn mounts_on(root: &Path) -> usize {
-    let mounts = fs::read_to_string("/proc/self/mounts").expect("mounts");
-    mounts.lines().filter(|line| line.split(' ').nth(1) == root.to_str()).count()
-}
-
 #[test]
 fn a_keeper_that_ends_leaves_alone_what_is_mounted_in_the_place_of_its_tree() {
     let mut place = Place::mount(&[], &[]);
-    let agent = Agent::new();
-    let fd = agent.create(&place.claim("k")).expect("free key");
     let server = place.server();
-    place.signal(place.keeper(), Signal::SIGTERM);
-    wait_for("it is out of sight", || !place.is_mounted());
+    let (agent, fd) = place.stop_while_held();
     let other = place.path("other");
     let mount = leasefs("mount", &place.mnt(), &["--state", other.to_str().expect("UTF-8")]).output_in_time();
     assert_ok(&mount);

@@ -97,11 +97,8 @@ fn a_first_server_that_cannot_start_leaves_nothing_mounted() {
 #[test]
 fn an_orderly_stop_serves_open_files_to_the_end_whatever_server_does() {
     let mut place = Place::mount(&[], &[]);
-    let agent = Agent::new();
-    let fd = agent.create(&place.claim("k")).expect("free key");
     let server = place.server();
-    place.signal(place.keeper(), Signal::SIGTERM);
-    wait_for("it is out of sight", || !place.is_mounted());
+    let (agent, fd) = place.stop_while_held();
     assert_eq!(agent.epoch(fd), Ok(1));
     // Detached, it is kept as well as before.
     place.signal(server, Signal::SIGKILL);

@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-use crate::common::agent::has_ended;
+use crate::common::agent::{Agent, Fd, has_ended};
 use crate::common::{LEASEFS, assert_ok, copy_program, end, unmount_unused, wait_for};
 
 /// The mount; it is gone when the value is.
@@ -131,14 +131,28 @@ impl Place {
 
     /// Whether it is mounted, alive or dead.
     pub fn is_mounted(&self) -> bool {
-        let mounts = fs::read_to_string("/proc/self/mounts").expect("mounts");
-        mounts.lines().any(|line| line.split(' ').nth(1) == self.mnt().to_str())
+        mounts_on(&self.mnt()) > 0
+    }
+
+    /// Tells the keeper to stop while an agent holds the key `k`: the tree is out of sight, and served until that is closed.
+    pub fn stop_while_held(&self) -> (Agent, Fd) {
+        let agent = Agent::new();
+        let fd = agent.create(&self.claim("k")).expect("free key");
+        self.signal(self.keeper(), Signal::SIGTERM);
+        wait_for("it is out of sight", || !self.is_mounted());
+        (agent, fd)
     }
 
     pub fn unmount(&mut self) {
         assert_ok(&unmount_unused(&self.mnt()));
         assert!(self.wait().success());
     }
+}
+
+/// How many mounts are on a path.
+pub fn mounts_on(root: &Path) -> usize {
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("mounts");
+    mounts.lines().filter(|line| line.split(' ').nth(1) == root.to_str()).count()
 }
 
 impl Drop for Place {
